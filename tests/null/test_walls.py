@@ -17,6 +17,7 @@ DOORS = (
     "ops/torch/tma_launch.py",
     "ops/selective_scan/_gluon",
     "ops/ssd/_gluon",
+    "ops/delta_rule/_gluon",
     "models/torch/_gluon",
     "ops/triton/gluon",
     "ops/testing/frameworks.py",  # Triton's interpreter, for tests

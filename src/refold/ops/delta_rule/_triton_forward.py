@@ -1,0 +1,347 @@
+"""The delta rule's forward pass and its step on GPUs with Triton: plans the launches of `_triton_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from refold.ops.delta_rule import _triton_kernels as kernels
+from refold.ops.delta_rule.spec import SPEC, STEP
+from refold.ops.delta_rule.tables import FORWARD
+from refold.ops.delta_rule.tables import STEP as STEP_TABLE
+from refold.ops.spec import Meta
+from refold.ops.torch.launch import (
+    INTERPRETED,
+    Launch,
+    current_stream,
+    gluon,
+    last_contiguous,
+    planned,
+    refusal,
+    same_dtype,
+)
+from refold.ops.torch.plans import contiguous, fresh, fresh_like
+from refold.ops.torch.tables import device_limits, lookup
+
+MAX_KEYS = 256
+HOPPER = ("refold.ops.delta_rule._gluon_kernels", "refold.ops.torch.tma_launch")
+
+
+def supports(meta: Meta) -> str | None:
+    """Return None if the kernels take these arguments, else why not."""
+    if (reason := refusal(meta)) is not None:
+        return reason
+    if meta.sizes["n"] > MAX_KEYS:
+        return f"holds the keys of a state on chip, at most {MAX_KEYS}; n={meta.sizes['n']}"
+    return same_dtype(meta, "q", "k", "r")
+
+
+def gate_kind(A_log: Any, lower_bound: float | None) -> str:
+    """Return which of the kernels' gates the arguments name."""
+    if lower_bound is not None:
+        return "bounded" if A_log is None else "bounded_A"
+    return "log" if A_log is None else "softplus"
+
+
+def strength_kind(beta: Any, beta_limit: float | None) -> str:
+    """Return which of the kernels' strengths the arguments name."""
+    return "one" if beta is None else "sigmoid" if beta_limit is not None else "plain"
+
+
+def precisions(dtype: torch.dtype, *tiles: int) -> tuple[str, str]:
+    """Return how products of ``dtype``, and those of the inverse, are formed."""
+    if INTERPRETED:
+        return "widen", "widen"
+    if dtype != torch.float32:
+        return "ieee", "half"
+    # Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
+    return ("bf16x6", "bf16x6") if min(tiles) >= 32 else ("ieee", "ieee")
+
+
+def cut(nchunks: int, programs: int, slots: int) -> int:
+    """Return into how many segments ``nchunks`` chunks of ``programs`` programs are cut, which run ``slots`` at once.
+
+    The unit is the time of a chunk that writes y; without y it takes 0.7. A state and its map are twice the programs.
+    """
+    best, best_cost = 1, float(-(-programs // slots) * nchunks)
+    for segments in range(2, min(nchunks // 4, 64) + 1):
+        length = -(-nchunks // segments)
+        cost = -(-programs * segments // slots) * (length + 3.0) + 10.0 + 2.0 * segments
+        cost += -(-2 * programs * (segments - 1) // slots) * (0.7 * length + 3.0)
+        if cost < best_cost:
+            best, best_cost = segments, cost
+    return best
+
+
+def strides(tensor: torch.Tensor | None, axes: int) -> tuple[int, ...]:
+    """Return the strides of the first axes; zeros if there is no tensor."""
+    return (0,) * axes if tensor is None else tensor.stride()[:axes]
+
+
+@planned(
+    SPEC, q=last_contiguous, k=last_contiguous, v=last_contiguous, r=last_contiguous, A_log=contiguous,
+    cu_seqlens=contiguous,
+)  # fmt: skip
+def delta_rule(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Plan `refold.ops.delta_rule`; ``config`` overrides entries of the configuration table."""
+    return Forward(**arguments)
+
+
+class Chunks:
+    """How one signature is cut into chunks, and the launches that prepare them."""
+
+    def __init__(
+        self, q, k, v, g, beta, r, A_log, dt_bias, cu_seqlens, scale, normalize, lower_bound, beta_limit, erase,
+        chunk_size, config, rows: int = 4,
+    ) -> None:  # fmt: skip
+        batch, seqlen, nheads, self.nvalues = v.shape
+        ngroups, nkeys = q.shape[2:]
+        self.varlen = varlen = cu_seqlens is not None
+        self.config = config = lookup(FORWARD, v.device, v.dtype) | (config or {})
+        chunk = config["chunk"]
+        self.chunk = chunk = chunk if chunk_size is None else min(chunk, max(16, triton.next_power_of_2(chunk_size)))
+        self.block_n = block_n = max(16, triton.next_power_of_2(nkeys))
+        self.nseqs = nseqs = cu_seqlens.numel() - 1 if varlen else batch
+        self.nchunks = nchunks = max(1, triton.cdiv(seqlen, chunk))
+        self.nslots = nslots = seqlen // chunk + nseqs if varlen else batch * nchunks
+        self.keyed = keyed = g is not None and g.dim() == 4
+        self.precision, inverse = precisions(v.dtype, chunk, block_n)
+        self.dtype, self.device = v.dtype, v.device
+        scale = nkeys**-0.5 if scale is None else scale
+        lower, limit = float(lower_bound or 0.0), float(beta_limit or 0.0)
+        cells = nslots * nheads
+        self.new_T = fresh((cells * chunk, chunk), v.dtype, v.device)
+        self.new_rows = fresh((cells * rows, chunk), torch.float32, v.device)
+        self.new_tiles = fresh((cells * chunk, nkeys), v.dtype, v.device)
+        self.new_c = fresh((cells * chunk, nkeys), torch.float32 if v.element_size() == 2 else torch.float64, v.device)
+        self.new_decay = fresh((cells, nkeys), torch.float32, v.device)
+        consts = {
+            "CHUNK": chunk, "LEVELS": chunk.bit_length() - 1, "BLOCK_N": block_n,
+            "BETA": strength_kind(beta, beta_limit), "NORMALIZE": normalize, "ERASE": erase, "VARLEN": varlen,
+            "PRECISION": self.precision, "INVERSE": inverse,
+        }  # fmt: skip
+        sizes = (seqlen, nchunks, nseqs, nheads, ngroups, nkeys)
+        tiles = (*strides(q, 3), *strides(k, 3), *strides(r, 3))
+        if keyed:
+            bias = (0, 0) if dt_bias is None else (dt_bias.stride(0), dt_bias.stride(1) if dt_bias.dim() == 2 else 0)
+            self.decay = Launch(
+                kernels._delta_decay_kernel, (nslots, nheads),
+                {"CHUNK": chunk, "BLOCK_N": block_n, "GATE": gate_kind(A_log, lower_bound), "VARLEN": varlen},
+                {"num_warps": 4},
+            )  # fmt: skip
+            self.decay_ints = (seqlen, nchunks, nseqs, nheads, nkeys, lower, *g.stride(), *bias)
+            options = {"num_warps": config["keyed_warps"]}
+            self.prepare = Launch(kernels._delta_prepare_keyed_kernel, (nslots, nheads), consts, options)
+            self.ints = (*sizes, scale, limit, *tiles, *strides(beta, 3))
+        else:
+            consts |= {"GATE": gate_kind(A_log, lower_bound), "ROWS": rows}
+            options = {"num_warps": config["prepare_warps"]}
+            self.prepare = Launch(kernels._delta_prepare_kernel, (nslots, nheads), consts, options)
+            self.ints = (*sizes, scale, lower, limit, *tiles, *strides(g, 3), *strides(beta, 3))
+
+    def __call__(self, stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens) -> tuple[Any, ...]:
+        """Return what `chain` reads: queries, read keys, keys, T, P, rows, decays."""
+        T, P, rows = self.new_T(), self.new_T(), self.new_rows()
+        if not self.keyed:
+            self.prepare(stream, q, k, r, g, beta, A_log, dt_bias, cu_seqlens, T, P, rows, *self.ints)
+            return q, r, k, T, P, rows, None
+        c, Q, R, K, decay = self.new_c(), self.new_tiles(), self.new_tiles(), self.new_tiles(), self.new_decay()
+        self.decay(stream, g, A_log, dt_bias, cu_seqlens, c, rows, *self.decay_ints)
+        self.prepare(stream, q, k, r, c, beta, cu_seqlens, T, P, rows, Q, R, K, decay, *self.ints)
+        return Q, R, K, T, P, rows, decay
+
+
+class Forward:
+    """How one combination of shapes, strides, dtypes and options runs."""
+
+    def __init__(
+        self, *, q, k, v, g, beta, r, A_log, dt_bias, initial_state, cu_seqlens, scale, normalize, lower_bound,
+        beta_limit, erase, chunk_size, config=None,
+    ) -> None:  # fmt: skip
+        self.chunks = chunks = Chunks(q, k, v, g, beta, r, A_log, dt_bias, cu_seqlens, scale, normalize, lower_bound,
+                                      beta_limit, erase, chunk_size, config)  # fmt: skip
+        _, seqlen, nheads, nvalues = v.shape
+        ngroups, nkeys = q.shape[2:]
+        config, nseqs, self.erase = chunks.config, chunks.nseqs, erase
+        block_p = min(max(16, triton.next_power_of_2(nvalues)), config["block_p"])
+        while block_p > 16 and block_p * chunks.block_n > config["tile"]:
+            block_p //= 2
+        blocks, maps = triton.cdiv(nvalues, block_p), triton.cdiv(nkeys, block_p)
+        sms, _ = device_limits(v.device)
+        average = chunks.nslots // max(nseqs, 1)
+        self.nsegments = config.get("segments") or cut(average, nseqs * nheads * blocks, sms)
+        precision, _ = precisions(v.dtype, chunks.chunk, chunks.block_n, block_p)
+        consts = {
+            "CHUNK": chunks.chunk, "BLOCK_N": chunks.block_n, "BLOCK_P": block_p, "KEYED": chunks.keyed,
+            "ERASE": erase, "VARLEN": chunks.varlen, "PRECISION": precision, "STAGES": config["stages"], "ROWS": 4,
+        }  # fmt: skip
+        options = {"num_warps": config["warps"], "num_stages": config["stages"]}
+        segments = self.nsegments
+        self.hopper = bool(config["hopper"] and chunks.chunk == 64 and block_p == 64 and nkeys <= 128 and r is None
+                           and _hopper_fits(q, k, v) and gluon(*HOPPER) is not None)  # fmt: skip
+        if self.hopper:
+            self._plan_hopper(q, k, v, erase, blocks, maps)
+        else:
+            self.scan = Launch(kernels._delta_chain_kernel, (nheads * blocks, segments, nseqs),
+                               {**consts, "OUTPUT": True}, options)  # fmt: skip
+            self.state = Launch(kernels._delta_chain_kernel, (nheads * (blocks + maps), segments - 1, nseqs),
+                                {**consts, "OUTPUT": False}, options)  # fmt: skip
+        # Of 16 bits, the map is as exact in TF32 as the chain is.
+        map_precision = "tf32" if precision == "ieee" and v.element_size() == 2 else precision
+        self.pass_ = Launch(kernels._delta_pass_kernel, (triton.cdiv(nvalues, 32), nheads, nseqs),
+                            {"BLOCK_N": chunks.block_n, "BLOCK_P": 32, "PRECISION": map_precision},
+                            {"num_warps": 4})  # fmt: skip
+        initial = strides(initial_state, 4)
+        tiles = () if self.hopper else (*strides(q, 3), *strides(r, 3), *strides(k, 3), *v.stride()[:3])
+        self.ints = (seqlen, chunks.nchunks, segments, nheads, ngroups, nkeys, nvalues, *tiles, *initial)
+        self.pass_ints = (segments, nheads, nkeys, nvalues, *initial)
+        self.new_y = fresh(v.shape, v.dtype, v.device)
+        self.new_final = fresh((nseqs, nheads, nkeys, nvalues), torch.float32, v.device)
+        cells = nseqs * nheads * segments
+        self.new_after = fresh((cells * (nvalues + nkeys), nkeys), torch.float32, v.device)
+        self.new_before = fresh((cells * nvalues, nkeys), torch.float32, v.device)
+
+    def _plan_hopper(self, q, k, v, erase: bool, blocks: int, maps: int) -> None:
+        """Plan the kernel in Gluon, and describe its tensors to the copy engine."""
+        from refold.ops.torch.tma_launch import MappedLaunch
+
+        hopper: Any = gluon(*HOPPER)
+        chunks = self.chunks
+        nheads, nkeys = v.shape[2], q.shape[3]
+        cells = chunks.nslots * nheads
+        block = 64 if nkeys <= 64 else 128
+
+        def view(tensor: torch.Tensor, width: int) -> dict[str, Any]:
+            b, t, h, size = tensor.shape
+            # The copy engine wants the stride of an axis of one element, too, to be one that it could take.
+            strides = [tensor.stride(i) if tensor.shape[i] > 1 else 8 for i in (0, 2, 1)]
+            return {"shape": [b, h, t, size], "strides": [*strides, 1], "block_shape": [1, 1, 64, width],
+                    "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+
+        square = {"shape": [cells * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
+                  "layout": hopper.tile_layout(16, 2)}  # fmt: skip
+        keyed = {"shape": [1, 1, cells * 64, nkeys], "strides": [8, 8, nkeys, 1], "block_shape": [1, 1, 64, block],
+                 "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+        if chunks.keyed:
+            q_view, r_view, k_view = keyed, keyed if erase else {}, keyed
+        else:
+            q_view, r_view, k_view = view(q, block), {}, view(k, block)
+        y_view = view(torch.empty(v.shape, device="meta"), 64)
+        consts = {"C": 64, "N": block, "P": 64, "KEYED": chunks.keyed, "ERASE": erase, "VARLEN": chunks.varlen}
+        stages = 2 if chunks.keyed else chunks.config["hopper_stages"]
+        self.scan = MappedLaunch(
+            hopper._delta_chain_hopper_kernel, (nheads * blocks, self.nsegments, chunks.nseqs),
+            {**consts, "STAGES": stages, "OUTPUT": True}, {"num_warps": 4},
+            [q_view, r_view, k_view, view(v, 64), square, square, y_view],
+        )  # fmt: skip
+        self.state = MappedLaunch(
+            hopper._delta_chain_hopper_kernel, (nheads * (blocks + maps), self.nsegments - 1, chunks.nseqs),
+            {**consts, "STAGES": stages, "OUTPUT": False}, {"num_warps": 4, "maxnreg": 168},
+            [{}, r_view, k_view, view(v, 64), square, {}, {}],
+        )  # fmt: skip
+
+    def __call__(self, q, k, v, g, beta, r, A_log, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch."""
+        stream = current_stream(v.device)
+        q, r, k, T, P, rows, decay = self.chunks(stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens)
+        r = None if self.hopper and not self.erase else r
+        y, final, before = self.new_y(), self.new_final(), None
+        if self.nsegments > 1:
+            after, before = self.new_after(), self.new_before()
+            if self.hopper:
+                self.state(stream, None, r, k, v, T, None, None, rows, decay, None, None, cu_seqlens, None, None, after,
+                           *self.ints)  # fmt: skip
+            else:
+                self.state(stream, q, r, k, v, T, P, rows, decay, None, None, cu_seqlens, y, final, after, None,
+                           None, *self.ints)  # fmt: skip
+            self.pass_(stream, after, initial, before, *self.pass_ints)
+        if self.hopper:
+            self.scan(stream, q, r, k, v, T, P, y, rows, decay, initial, before, cu_seqlens, y, final, None, *self.ints)
+        else:
+            self.scan(stream, q, r, k, v, T, P, rows, decay, initial, before, cu_seqlens, y, final, None, None, None,
+                      *self.ints)  # fmt: skip
+        return y, final
+
+
+def _hopper_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Say whether the Hopper kernel takes these tensors."""
+    if INTERPRETED or v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] != 9:
+        return False
+    return v.element_size() == 2 and all(map(_fits_copy_engine, (q, k, v)))
+
+
+def _fits_copy_engine(tensor: torch.Tensor) -> bool:
+    """Say whether tiles of a tensor can be copied: rows on 16 bytes."""
+    steps = zip(tensor.shape[:3], tensor.stride(), strict=False)
+    return (
+        0 not in tensor.shape and tensor.data_ptr() % 16 == 0 and tensor.shape[3] % 8 == 0
+        and all(size == 1 or (step > 0 and step % 8 == 0) for size, step in steps)
+    )  # fmt: skip
+
+
+def _plan_step(
+    *, q, k, v, state, g, beta, r, A_log, dt_bias, scale, normalize, lower_bound, beta_limit, erase,
+    new_strides: tuple[int, ...],
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """Return a function of the arrays and the new state, which may be the state, that returns y."""
+    batch, nheads, nkeys, nvalues = state.shape
+    one = v.dim() == 3
+
+    def of(tensor: torch.Tensor | None) -> tuple[int, ...]:
+        if tensor is None:
+            return 0, 0, 0
+        return tensor.stride(0), 0 if one else tensor.stride(1), tensor.stride(1 if one else 2)
+
+    keyed = g is not None and g.dim() == v.dim()
+    block_n = triton.next_power_of_2(nkeys)
+    table = lookup(STEP_TABLE, v.device, v.dtype)
+    few = "few_" if batch * nheads < table["few"] else ""
+    block_p = min(triton.next_power_of_2(nvalues), max(1, table[f"{few}tile"] // block_n))
+    bias = (0, 0) if dt_bias is None else (dt_bias.stride(0), dt_bias.stride(1) if dt_bias.dim() == 2 else 0)
+    ints = (
+        1 if one else v.shape[1], nheads, q.shape[-2], nkeys, nvalues, nkeys**-0.5 if scale is None else scale,
+        float(lower_bound or 0.0), float(beta_limit or 0.0), *of(q), *of(k), *of(r), *of(v), *of(g),
+        g.stride(-1) if keyed else 0, *of(beta), *bias, *state.stride(), *new_strides,
+    )  # fmt: skip
+    launch = Launch(
+        kernels._delta_step_kernel, (triton.cdiv(nvalues, block_p), nheads, batch),
+        {"BLOCK_N": block_n, "BLOCK_P": block_p, "GATE": gate_kind(A_log, lower_bound),
+         "BETA": strength_kind(beta, beta_limit), "NORMALIZE": normalize, "ERASE": erase, "KEYED": keyed},
+        {"num_warps": table[f"{few}warps"]},
+    )  # fmt: skip
+    new_y = fresh_like(v)
+
+    def run(q, k, v, state, g, beta, r, A_log, dt_bias, new_state):
+        y = new_y()
+        launch(current_stream(v.device), q, k, r, v, g, beta, A_log, dt_bias, state, new_state, y, *ints)
+        return y
+
+    return run
+
+
+_step_layouts: dict[str, Any] = {
+    "q": last_contiguous, "k": last_contiguous, "v": last_contiguous, "r": last_contiguous, "A_log": contiguous,
+}  # fmt: skip
+
+
+@planned(STEP, **_step_layouts)
+def delta_rule_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Plan `refold.ops.delta_rule_step`."""
+    fresh_state = fresh_like(arguments["state"])
+    step = _plan_step(**arguments, new_strides=fresh_state().stride())
+
+    def run(*arrays):
+        new_state = fresh_state()
+        return step(*arrays, new_state), new_state
+
+    return run
+
+
+@planned(STEP, **_step_layouts)
+def delta_rule_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
+    """Plan `refold.ops.delta_rule_step_`: the state is overwritten where it lies, and the outputs are returned."""
+    step = _plan_step(**arguments, new_strides=arguments["state"].stride())
+    return lambda q, k, v, state, *rest: step(q, k, v, state, *rest, state)

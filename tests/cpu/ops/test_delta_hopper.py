@@ -1,0 +1,89 @@
+"""The Hopper kernel of the delta rule, interpreted: lengths, packs, segments, decays per key, values not finite."""
+
+import os
+from importlib import import_module
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by test_triton_interpreted, in a process of its own", allow_module_level=True)
+
+from refold.ops.delta_rule.reference import delta_rule as reference  # noqa: E402
+from refold.ops.delta_rule.tables import FORWARD  # noqa: E402
+from support import gluon  # noqa: E402
+
+KERNELS = "refold.ops.delta_rule._gluon_kernels"
+plans = import_module("refold.ops.delta_rule._triton_forward")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of NaN, by NumPy
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Plan as for an H200, run the kernel in Gluon with torch, and list what runs."""
+    names = gluon.launched(monkeypatch, KERNELS)
+    monkeypatch.setattr(plans, "lookup", lambda *_: FORWARD.default | FORWARD.families["hopper"])
+    monkeypatch.setattr(plans, "_hopper_fits", lambda *tensors: all(map(plans._fits_copy_engine, tensors)))
+    return names
+
+
+def given(t, n=64, p=64, keyed=False, lengths=None):
+    """Return arrays of a call: two heads of one group, a reset among weak decays, keys that repeat."""
+    torch.manual_seed(0)
+    half = {"dtype": torch.bfloat16}
+    g = -0.3 * torch.rand(1, t, 2, n) if keyed else -0.3 * torch.rand(1, t, 2)
+    g[:, t // 3] = -200.0
+    arrays = {
+        "q": torch.randn(1, t, 1, n, **half), "k": torch.randn(1, t, 1, n, **half),
+        "v": torch.randn(1, t, 2, p, **half), "g": g, "beta": 2.0 * torch.rand(1, t, 2),
+        "initial_state": torch.randn(len(lengths or [t]), 2, n, p),
+    }  # fmt: skip
+    arrays["k"][:, t // 2 : t // 2 + 4] = arrays["k"][:, t // 2 : t // 2 + 1]
+    if lengths:
+        arrays["cu_seqlens"] = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+    return arrays
+
+
+def compare(arrays, config, erase=True):
+    """Compare a plan's results with those of float64; what is not finite must not be finite there."""
+    names = [arg.name for arg in plans.SPEC.args]
+    options = {"scale": None, "normalize": True, "lower_bound": None, "beta_limit": None, "erase": erase}
+    full = dict.fromkeys(names) | arrays
+    plan = plans.delta_rule.make(**full, **options, chunk_size=None, config=config)
+    found = plan(*[full[name] for name in names])
+    numpy = {name: None if a is None else a.numpy() if name == "cu_seqlens" else a.double().numpy()
+             for name, a in full.items()}  # fmt: skip
+    for ours, truth in zip(found, reference(**numpy, **options), strict=True):
+        truth = torch.from_numpy(truth)
+        finite = truth.isfinite()
+        assert torch.equal(ours.isfinite(), finite)
+        error = torch.where(finite, ours - truth, 0.0).norm() / torch.where(finite, truth, 0.0).norm()
+        assert error < 1e-2, f"{error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "erase"),
+    [
+        ({"t": 1}, {}, True),
+        ({"t": 130, "n": 96, "p": 72}, {}, True),
+        ({"t": 200}, {"segments": 3}, True),
+        ({"t": 140, "lengths": [0, 5, 65, 0, 70]}, {"segments": 2}, True),
+        ({"t": 100, "keyed": True}, {}, True),
+        ({"t": 130, "keyed": True, "lengths": [64, 66]}, {"segments": 2}, False),
+    ],
+)
+def test_values(sizes, config, erase, launched):
+    compare(given(**sizes), config, erase)
+    assert launched.count("_delta_chain_hopper_kernel") == (2 if config else 1)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_values_that_are_not_finite(name, launched):
+    """They stay at their tokens, in their sequence, head and column."""
+    arrays = given(140, lengths=[70, 70])
+    arrays[name][0, 80, 0] = float("nan")
+    arrays[name][0, 135].view(-1)[-1] = float("inf")
+    compare(arrays, {})
