@@ -23,9 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from refold.ops.ssd._gluon_kernels import load_tile, store_tile
-from refold.ops.ssd._gluon_kernels import tile_layout as tile_layout
-from refold.ops.triton.gluon import barrier
+from refold.ops.triton.gluon import barrier, load_tile, store_tile
+from refold.ops.triton.gluon import tile_layout as tile_layout
 
 
 @gluon.jit

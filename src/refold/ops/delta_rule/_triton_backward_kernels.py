@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.delta_rule._triton_kernels import _norm, _slot_span, _span
+from refold.ops.delta_rule._triton_kernels import row_norm, slot_span, span
 from refold.ops.triton.math import dot, exp2
 
 ROWS = tl.constexpr(8)
@@ -38,7 +38,7 @@ def _delta_chain_bwd_kernel(
     pid_h = tl.program_id(0) // blocks_p
     seq = tl.program_id(1)
     pid_g = (pid_h // (nheads // ngroups)).to(tl.int64)
-    batch, begin, tokens, first_slot = _span(cu_seqlens_ptr, seq, seqlen, nchunks, CHUNK, VARLEN)
+    batch, begin, tokens, first_slot = span(cu_seqlens_ptr, seq, seqlen, nchunks, CHUNK, VARLEN)
     batch, begin = batch.to(tl.int64), begin.to(tl.int64)
     count = tl.cdiv(tokens, CHUNK)
     offs_t = tl.arange(0, CHUNK)
@@ -134,7 +134,7 @@ def _delta_queries_bwd_kernel(
     """
     slot = tl.program_id(0)
     pid_g = tl.program_id(1)
-    batch, start, length = _slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
     batch, start = batch.to(tl.int64), start.to(tl.int64)
     offs_t = tl.arange(0, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)
@@ -149,7 +149,7 @@ def _delta_queries_bwd_kernel(
     q = tl.load(q_ptr + q_at + offs_n[None, :], mask=mask_tn, other=0.0)
     k = tl.load(k_ptr + k_at + offs_n[None, :], mask=mask_tn, other=0.0)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    q_norm, k_norm = _norm(q, NORMALIZE), _norm(k, NORMALIZE)
+    q_norm, k_norm = row_norm(q, NORMALIZE), row_norm(k, NORMALIZE)
     causal = offs_t[:, None] >= offs_t[None, :]
     dq = tl.zeros((CHUNK, BLOCK_N), tl.float32)
     repeat = nheads // ngroups
@@ -197,7 +197,7 @@ def _delta_keys_bwd_kernel(
     """
     slot = tl.program_id(0)
     pid_g = tl.program_id(1)
-    batch, start, length = _slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
     batch, start = batch.to(tl.int64), start.to(tl.int64)
     offs_t = tl.arange(0, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)
@@ -212,7 +212,7 @@ def _delta_keys_bwd_kernel(
     k_at = batch * stride_k_b + (start + offs_t[:, None]) * stride_k_t + pid_g.to(tl.int64) * stride_k_g
     k = tl.load(k_ptr + k_at + offs_n[None, :], mask=mask_tn, other=0.0)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    k_norm = _norm(k, NORMALIZE)
+    k_norm = row_norm(k, NORMALIZE)
     up_to = offs_t[:, None] <= offs_t[None, :]
     earlier = offs_t[:, None] < offs_t[None, :]
     strict = offs_t[:, None] > offs_t[None, :]
@@ -240,7 +240,7 @@ def _delta_keys_bwd_kernel(
             between = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
             dP = dot(u, tl.trans(dy), None, PRECISION) * exp2(tl.where(up_to, between, 0.0))
             q = tl.load(q_ptr + q_at + offs_n[None, :], mask=mask_tn, other=0.0)
-            dP *= (_norm(q, NORMALIZE) * scale)[None, :]
+            dP *= (row_norm(q, NORMALIZE) * scale)[None, :]
             dk += dot(tl.where(up_to, dP, 0.0).to(dtype), q, None, PRECISION)
         w = tl.load(w_ptr + own_at, mask=mask_p[None, :], other=0.0)
         v_at = batch * stride_v_b + (start + offs_t[:, None]) * stride_v_t + pid_h * stride_v_h + offs_p[None, :]

@@ -50,7 +50,7 @@ def _log_decay(g, A, bias, lower, GATE: tl.constexpr):
 
 
 @triton.jit
-def _span(cu_seqlens_ptr, seq, seqlen, nchunks, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
+def span(cu_seqlens_ptr, seq, seqlen, nchunks, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
     """Return row of the batch, first token, number of tokens and first slot of a sequence."""
     if VARLEN:
         begin, end = sequence(cu_seqlens_ptr, seq, True, seqlen)
@@ -59,7 +59,7 @@ def _span(cu_seqlens_ptr, seq, seqlen, nchunks, CHUNK: tl.constexpr, VARLEN: tl.
 
 
 @triton.jit
-def _slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
+def slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
     """Return row of the batch, first token and number of tokens of a slot, which may be none."""
     row, start, length = slot * 0, slot * 0, slot * 0
     if VARLEN:
@@ -133,7 +133,7 @@ def _clean(tile):
 
 
 @triton.jit
-def _norm(tile, NORMALIZE: tl.constexpr):
+def row_norm(tile, NORMALIZE: tl.constexpr):
     """Return the factor of each row that normalises it."""
     if NORMALIZE:
         wide = tile.to(tl.float32)
@@ -181,7 +181,7 @@ def _delta_prepare_kernel(
     slot = tl.program_id(0)
     pid_h = tl.program_id(1)
     pid_g = pid_h // (nheads // ngroups)
-    batch, start, length = _slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
     batch, start = batch.to(tl.int64), start.to(tl.int64)
     offs_t = tl.arange(0, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)
@@ -274,7 +274,7 @@ def _delta_decay_kernel(
     """
     slot = tl.program_id(0)
     pid_h = tl.program_id(1)
-    batch, start, length = _slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
     batch, start = batch.to(tl.int64), start.to(tl.int64)
     offs_t = tl.arange(0, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)
@@ -312,7 +312,7 @@ def _delta_prepare_keyed_kernel(
     slot = tl.program_id(0)
     pid_h = tl.program_id(1)
     pid_g = pid_h // (nheads // ngroups)
-    batch, start, length = _slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
     batch, start = batch.to(tl.int64), start.to(tl.int64)
     offs_t = tl.arange(0, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)
@@ -331,9 +331,9 @@ def _delta_prepare_keyed_kernel(
     q = tl.load(q_rows + offs_t[:, None] * stride_q_t, mask=mask, other=0.0)
     at = batch * stride_beta_b + (start + offs_t) * stride_beta_t + pid_h * stride_beta_h
     beta, bad = _load_beta(beta_ptr, at, inside, beta_limit, BETA)
-    k_factor = _norm(k, NORMALIZE)
+    k_factor = row_norm(k, NORMALIZE)
     k_wide = k.to(tl.float32) * k_factor[:, None]
-    q_wide = q.to(tl.float32) * (_norm(q, NORMALIZE) * scale)[:, None]
+    q_wide = q.to(tl.float32) * (row_norm(q, NORMALIZE) * scale)[:, None]
     r_wide = k_wide
     mark += bad + tl.load(rows_ptr + row * (4 * CHUNK) + offs_t)
     if r_ptr is not None:
@@ -409,7 +409,7 @@ def _delta_chain_kernel(
     pid_s = tl.program_id(1)
     seq = tl.program_id(2)
     pid_g = (pid_h // (nheads // ngroups)).to(tl.int64)
-    batch, begin, tokens, first_slot = _span(cu_seqlens_ptr, seq, seqlen, nchunks, CHUNK, VARLEN)
+    batch, begin, tokens, first_slot = span(cu_seqlens_ptr, seq, seqlen, nchunks, CHUNK, VARLEN)
     batch, begin = batch.to(tl.int64), begin.to(tl.int64)
     count = tl.cdiv(tokens, CHUNK)
     piece = tl.cdiv(count, nsegments)

@@ -18,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from refold.ops.ssd._gluon_kernels import load_tile, store_tile
-from refold.ops.triton.gluon import barrier, exp2
+from refold.ops.triton.gluon import barrier, exp2, load_tile, store_tile
 
 # Which heads a launch takes: see `_triton_backward_kernels`.
 UNSPECIALIZED = ("first", "held", "split_heads")

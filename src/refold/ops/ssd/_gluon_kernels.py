@@ -24,18 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from refold.ops.triton.gluon import barrier, exp2, silu
+from refold.ops.triton.gluon import barrier, exp2, load_tile, silu, store_tile
+from refold.ops.triton.gluon import tile_layout as tile_layout
 
-# Triton 3.6 has other names for these.
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# Triton 3.6 has another name for this.
 _memory = gl.shared_memory_descriptor
 reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
-store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-
-
-def tile_layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
-    """Return how tiles of ``bits``-wide elements lie in shared memory: rows swizzled over 128 bytes."""
-    return gl.NVMMASharedLayout(128, bits, rank)
 
 
 @gluon.jit

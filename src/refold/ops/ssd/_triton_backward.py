@@ -249,8 +249,8 @@ class _Plan:
     ) -> tuple[Launch, Launch]:
         """Plan the Hopper kernels for ``held`` heads of each group, and describe their tensors to the copy engine."""
         hopper: Any = gluon(*HOPPER)
-        from refold.ops.ssd._gluon_kernels import tile_layout
         from refold.ops.torch.tma_launch import MappedLaunch
+        from refold.ops.triton.gluon import tile_layout
 
         batch, seqlen, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]

@@ -5,10 +5,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+def tile_layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
+    """Return how tiles of ``bits``-wide elements lie in shared memory: rows swizzled over 128 bytes."""
+    return gl.NVMMASharedLayout(128, bits, rank)
 
 
 @gluon.jit
