@@ -48,6 +48,7 @@ TAKES = ("self", "hidden_states", "cache", "cache_params", "attention_mask")
 HAS = frozenset({
     "A_log", "D", "dt_bias", "in_proj", "conv1d", "x_proj", "dt_proj", "out_proj", "norm", "dt_layernorm",
     "b_layernorm", "c_layernorm", "mup_vector", "x_proj_weight", "dt_proj_weight", "dt_proj_bias", "parametrizations",
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
 })  # fmt: skip
 """Parts of layers with parameters or buffers that the forwards here know."""
 
@@ -130,6 +131,36 @@ def zamba(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor |
         store=lambda state: state.unflatten(1, (self.n_mamba_heads, -1)),
     )  # fmt: skip
     return call.end(self.out_proj(y.to(dtype)))
+
+
+@_unless_exported
+@force_accelerate_hooks("conv1d")
+def gated_delta_net(
+    self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """Forward of a gated DeltaNet layer (Qwen3-Next, Qwen3.5). Tokens of padding neither write nor decay."""
+    dtype, (hidden_states, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
+    if hasattr(self, "in_proj_qkvz"):
+        projected = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(*projected)
+        qkv = torch.cat([part.flatten(2) for part in (q, k, v)], -1)
+    else:
+        qkv, z = self.in_proj_qkv(hidden_states), self.in_proj_z(hidden_states)
+        b, a = self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
+    q, k, v = _convolve(self, qkv, call).split([self.key_dim, self.key_dim, self.value_dim], -1)
+    if call.mask is not None:  # gates of -inf: a strength of zero and a decay of one
+        padding = call.mask[..., None] == 0
+        b, a = b.masked_fill(padding, -torch.inf), a.masked_fill(padding, -torch.inf)
+    y = _scan(
+        ops.delta_rule, ops.delta_rule_step_,
+        {
+            "q": q.unflatten(-1, (-1, self.head_k_dim)), "k": k.unflatten(-1, (-1, self.head_k_dim)),
+            "v": v.unflatten(-1, (-1, self.head_v_dim)), "g": a, "beta": b,
+        },
+        call.state, call, A_log=self.A_log, dt_bias=self.dt_bias, beta_limit=1.0, normalize=True,
+    )  # fmt: skip
+    normed = self.norm(y.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+    return call.end(self.out_proj(normed.reshape(*y.shape[:2], -1).to(dtype)))
 
 
 @dataclass(frozen=True)
@@ -249,7 +280,16 @@ def _convolve(self: Any, x: Tensor, call: _Call) -> Tensor:
         plain = documents is None and call.padding is None
         kept = x.mT if plain else _last_inputs(x, call, width)
         call.cache.update_conv_state(kept, call.layer, conv_kernel_size=width)
-    return y if fused else self.act(y)
+    return y if fused else _activation(self)(y)
+
+
+def _activation(self: Any) -> Callable[[Tensor], Tensor]:
+    """Find the activation of a layer; one of gated DeltaNet keeps only its name."""
+    if hasattr(self, "act"):
+        return self.act  # type: ignore[no-any-return]
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[self.activation]  # type: ignore[no-any-return]
 
 
 def _last_inputs(x: Tensor, call: _Call, width: int) -> Tensor:
@@ -281,14 +321,13 @@ def _scan(
     call: _Call, store: Callable[[Tensor], Tensor] = lambda state: state, **parameters: Any,
 ) -> Tensor:  # fmt: skip
     """Return ``y`` of a scan after ``state``, and keep the state that it ends with; ``store`` gives it its layout."""
-    x, documents = tokens["x"], call.documents
-    assert x is not None
-    if call.padding is not None:  # no step is taken there
+    seqlen, documents = next(v.shape[1] for v in tokens.values() if v is not None), call.documents
+    if "dt" in tokens and call.padding is not None:  # no step is taken there
         steps = _step_sizes(tokens["dt"], parameters.pop("dt_bias"), *parameters.pop("dt_limit", ()))
         tokens = tokens | {"dt": call.without_padding(steps)}
-    else:
+    elif "dt" in tokens:
         parameters["dt_softplus"] = True
-    if state is not None and x.shape[1] == 1 and documents is None and not torch.is_grad_enabled():
+    if state is not None and seqlen == 1 and documents is None and not torch.is_grad_enabled():
         one = {name: None if v is None else v[:, 0] for name, v in tokens.items()}
         return step_(**one, state=state, **parameters)[0][:, None]  # the cache's own state
     if documents is None:

@@ -1,4 +1,4 @@
-"""`refold.accelerate`: the Mamba layers of one transformers model run on refold's operators (design decision 25).
+"""`refold.accelerate`: the recurrent layers of one transformers model run on refold's operators (design decision 25).
 
 Each layer gets a subclass of its own class that differs only in its forward. So does each block around a layer, to
 carry documents through gradient checkpointing. A class can be restored exactly, copies and replicas keep it, and hooks,
@@ -35,6 +35,9 @@ MIXERS = {
     "FalconH1Mixer": decoding.mamba2,
     "NemotronHMamba2Mixer": decoding.mamba2,
     "Zamba2MambaMixer": decoding.mamba2,
+    "Qwen3NextGatedDeltaNet": decoding.gated_delta_net,
+    "Qwen3_5GatedDeltaNet": decoding.gated_delta_net,
+    "Qwen3_5MoeGatedDeltaNet": decoding.gated_delta_net,
 }
 """Name of a layer's class in transformers -> the forward that takes its place."""
 
@@ -105,7 +108,7 @@ class Acceleration:
 
 
 def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True) -> Acceleration:
-    """Let the Mamba layers of a transformers model run on refold's operators.
+    """Let the recurrent layers of a transformers model run on refold's operators.
 
     Only this instance changes. Parameters, the cache and its layout, projections and norms stay what they are, so
     ``generate``, training, gradient checkpointing, LoRA, quantised projections and ``torch.compile`` still work. A
@@ -113,7 +116,7 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True)
 
     Args:
         model: A transformers model with layers of mamba, falcon_mamba, jamba, zamba, mamba2, bamba, granitemoehybrid,
-            falcon_h1, nemotron_h or zamba2, or a module that holds one.
+            falcon_h1, nemotron_h, zamba2, qwen3_next, qwen3_5 or qwen3_5_moe, or a module that holds one.
         positions: Whether ``position_ids`` that start again begin a document. Their values must be read for that: one
             synchronisation per call of several tokens on a GPU, and a graph break under ``torch.compile``.
             ``cu_seq_lens_q`` and ``seq_idx`` are always used.
