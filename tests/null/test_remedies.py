@@ -75,9 +75,10 @@ def options():
     """Return the options and the commands of the command line."""
     from typer.main import get_command
 
+    from refold.bench.cli import app as bench  # the command line loads it when it is asked for
     from refold.cli import app
 
-    names, commands, stack = {"--help"}, set(), [get_command(app)]
+    names, commands, stack = {"--help"}, set(), [get_command(app), get_command(bench)]
     while stack:
         command = stack.pop()
         commands.add(command.name)

@@ -160,9 +160,8 @@ REASONS = {
     ),
     "python-constant": ("a step makes a large tensor from Python numbers", "Make the tensor before the loop."),
     "python-state": (
-        "a variable changes that is neither a tensor nor an integer that grows evenly",
-        "Carry a tensor, or an integer that grows by the same integer at every step. Write other numbers as functions "
-        "of the step's: `0.9 ** t`.",
+        "a variable changes that is neither a tensor nor a number that grows evenly",
+        "Carry a tensor, or a number that grows by the same number, or by the same factor, at every step.",
     ),
     "randomness": (
         "the loop draws random numbers",

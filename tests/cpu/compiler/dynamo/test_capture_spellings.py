@@ -574,22 +574,6 @@ def python_carry(x):
     return h
 
 
-def float_that_fades(x):
-    h, w = zero(x), 1.0
-    for t in range(x.shape[1]):
-        h = 0.5 * h + w * x[:, t]
-        w *= 0.9
-    return h
-
-
-def sign_in_turns(x):
-    h, sign = zero(x), 1
-    for t in range(x.shape[1]):
-        h = 0.5 * h + sign * x[:, t]
-        sign = -sign
-    return h
-
-
 def while_doubling(x):
     h, w, t = zero(x), 1, 0
     while w < 2 ** x.shape[1]:
@@ -684,10 +668,8 @@ NEVER = [
     (genexpr_tuple, "generator"),
     (genexpr_list, "generator"),
     (generator_function, "generator"),
-    (python_carry, "`w`, and that is neither a tensor nor an integer that counts"),
-    (float_that_fades, "`w`, and that is neither a tensor nor an integer that counts"),
-    (sign_in_turns, "`sign` does not grow by the same integer at every step"),
-    (while_doubling, "`w` does not grow by the same integer at every step"),
+    (python_carry, "`w` does not grow by the same number, or factor, at every step"),
+    (while_doubling, "`w` does not grow by the same number, or factor, at every step"),
     (while_items_are_left, "`xs`"),
     (two_paces, "evenly spaced"),
     (wrong_position, "`hs`"),

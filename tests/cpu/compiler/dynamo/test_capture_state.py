@@ -318,11 +318,11 @@ def filled_from_behind(x, held):
 
 
 def number_in_an_attribute(x, held):
-    held.n = 1
+    held.n = 1.0
     h = x[:, 0] * 0
     for t in range(x.shape[1]):
         h = h * 0.5 + held.n * x[:, t]
-        held.n += 2
+        held.n *= 0.9
     return h
 
 
@@ -330,7 +330,7 @@ def number_in_a_dictionary(x, held):
     h = x[:, 0] * 0
     for t in range(x.shape[1]):
         h = h * 0.5 + held.map["n"] * x[:, t]
-        held.map["n"] += 2
+        held.map["n"] *= 0.9
     return h
 
 
@@ -345,15 +345,15 @@ def counted_pair(x, held):
 
 
 class Counted(NamedTuple):
-    count: int
+    count: float
     kind: str
     h: torch.Tensor
 
 
 def counted_named_tuple(x, held):
-    state, ys = Counted(1, "mean", x[:, 0] * 0), []
+    state, ys = Counted(1.0, "mean", x[:, 0] * 0), []
     for t in range(x.shape[1]):
-        state = state._replace(count=state.count + 1, h=0.5 * state.h + state.count * x[:, t])
+        state = state._replace(count=state.count * 0.9, h=0.5 * state.h + state.count * x[:, t])
         ys.append(state.h if state.kind == "mean" else x[:, t])
     return torch.stack(ys, 1), state.count
 
@@ -374,8 +374,8 @@ def counted_dataclass(x, held):
 def counted_dictionary(x, held):
     state = {"h": x[:, 0] * 0, "n": (x.shape[1], [-1])}
     for _ in range(x.shape[1]):
-        left, (odd,) = state["n"]
-        state = {"h": 0.5 * state["h"] + odd * x[:, left - 1], "n": (left - 1, [odd + 2])}
+        left, (sign,) = state["n"]
+        state = {"h": 0.5 * state["h"] + sign * x[:, left - 1], "n": (left - 1, [-sign])}
     return state["h"], state["n"]
 
 

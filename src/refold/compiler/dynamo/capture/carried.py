@@ -81,12 +81,17 @@ class CarrySpec:
         counter = self.counters.get(location)
         if counter is not None:
             if not isinstance(then, SymNodeVariable) or not counter.grow(then.sym_num, number):
-                raise Refused("python-state", f"`{location.name}` does not grow by the same integer at every step")
+                other = counter.otherwise()
+                if other is None:
+                    raise Refused(
+                        "python-state", f"`{location.name}` does not grow by the same number, or factor, at every step"
+                    )
+                self.counters[location] = other
             return True
         known = is_constant(before) and is_constant(then)
         if then is before or (known and before.value is then.value):
             return True
-        if not known or type(before.value) is not int or type(then.value) is not int:
+        if not known or type(before.value) is not type(then.value) or type(then.value) not in (int, float):
             return False
         self.counters[location] = Numbers(before.value, then.value - before.value)
         return True

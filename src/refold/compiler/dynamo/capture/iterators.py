@@ -12,8 +12,9 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
+import sympy
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import set_example_value
@@ -22,6 +23,7 @@ from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable
 from torch.fx import Node, Proxy
+from torch.utils._sympy.functions import FloatTrueDiv
 
 from ....versions import lose
 from ...ir.captured_loop import Reads
@@ -52,31 +54,79 @@ _FORWARD = getattr(lists, "BaseListIteratorVariable", ListIteratorVariable)
 _BACKWARD = getattr(lists, "ListReverseIteratorVariable", None)
 
 
+_ROUNDING = 1e-15
+
+
 @dataclass(frozen=True)
 class Numbers:
-    """Integers ``start + step * k``."""
+    """Numbers of a form: "sums" are ``start + step * k``, and "powers" ``start * step**k``.
+
+    "turns" are ``start`` and ``start + step`` in turns. Integers are sums or turns. Floats are rounded otherwise than
+    step by step, in their last bits.
+    """
 
     start: Any
     step: Any
+    form: Literal["sums", "turns", "powers"] = "sums"
 
     def at(self, tx: Translator, counted: Variable) -> Variable:
         """Return the number of the step whose number is given."""
         number, proxy = counted.sym_num, counted.as_proxy()
-        for apply, by, neutral in ((operator.mul, self.step, 1), (operator.add, self.start, 0)):
-            if type(by) is int and by == neutral:
-                continue
-            proxy = tx.output.create_proxy("call_function", apply, (proxy, variable(tx, by).as_proxy()), {})
-            number = apply(number, by)
+        for apply, by in self._operations:
+            right = variable(tx, by).as_proxy() if isinstance(by, (int, torch.SymInt)) else by
+            given = (right, proxy) if apply is operator.pow else (proxy, right)
+            proxy = tx.output.create_proxy("call_function", apply, given, {})
+            number = apply(by, number) if apply is operator.pow else apply(number, by)
             set_example_value(proxy.node, number)
         return SymNodeVariable.create(tx, proxy, number)
 
+    @property
+    def _operations(self) -> list[tuple[Any, Any]]:
+        if self.form == "powers":
+            return [(operator.pow, self.step), (operator.mul, self.start)]
+        both = ((operator.mul, self.step, 1), (operator.add, self.start, 0))
+        turns = [(operator.mod, 2)] if self.form == "turns" else []
+        return turns + [(apply, by) for apply, by, neutral in both if type(by) is not int or by != neutral]
+
     def grow(self, then: Any, number: InductionVariable) -> bool:
         """Tell whether a step leads to the number of the next one."""
-        return number.affine(then) == (self.step, self.start + self.step)
+        if self.form == "sums" and not isinstance(self.step, float):
+            return number.affine(then) == (self.step, self.start + self.step)
+        x: Any = number.symint
+        for apply, by in self._operations:
+            x = apply(by, x) if apply is operator.pow else apply(x, by)
+        if type(then) is not type(x):
+            return False
+        x = {"sums": x + self.step, "turns": 2 * self.start + self.step - x, "powers": x * self.step}[self.form]
+        size = abs(self.start) * max(1.0, abs(self.step)) if self.form == "powers" else abs(self.step)
+        new = then.node.expr.replace(FloatTrueDiv, operator.truediv)
+        left = sympy.expand(new - x.node.expr).as_coefficients_dict()
+        return all(abs(rest) <= _ROUNDING * (abs(self.start) + size if of == 1 else size) for of, rest in left.items())
+
+    def otherwise(self) -> Numbers | None:
+        """Return another form with the same two first numbers; None if there is none."""
+        after = self.start + self.step
+        if self.form == "sums" and isinstance(after, float) and self.start and after / self.start > 0:
+            return Numbers(self.start, after / self.start, "powers")
+        return None if self.form == "turns" else Numbers(self.start, self.second - self.start, "turns")
+
+    @property
+    def second(self) -> Any:
+        """The number of the second step."""
+        return self.start * self.step if self.form == "powers" else self.start + self.step
 
     def after(self, count: Any) -> Any:
         """Return the number after so many steps."""
-        return self.start + self.step * count
+        if self.form == "sums" and not isinstance(self.step, float):
+            return self.start + self.step * count
+        if not isinstance(count, int):
+            raise Refused("python-state", "a number changes otherwise than by an integer, for any number of steps")
+        if self.form == "turns":
+            return self.second if count % 2 else self.start
+        value = self.start
+        for _ in range(count):
+            value = value * self.step if self.form == "powers" else value + self.step
+        return value
 
 
 @dataclass(frozen=True)
