@@ -581,9 +581,7 @@ OTHERS = {
     "recurrent_gemma": ("RecurrentGemma", {"num_hidden_layers": 3}, "RG-LRU"),
     "rwkv": ("Rwkv", {}, "RWKV"),
     "xlstm": ("xLSTM", {"num_heads": 4}, "is xLSTM"),
-    "qwen3_next": ("Qwen3Next", {}, "is a gated delta rule"),
-    "qwen3_5": ("Qwen3_5Text", {}, "is a gated delta rule"),
-    "olmo_hybrid": ("OlmoHybrid", {}, "is a gated delta rule"),
+    "olmo_hybrid": ("OlmoHybrid", {"linear_num_key_heads": 2, "linear_num_value_heads": 2}, "is a gated delta rule"),
     "kimi_linear": ("KimiLinear", {}, "is a gated delta rule"),
     "lfm2": ("Lfm2", {"layer_types": ["conv"] * 4}, "is a short convolution"),
 }

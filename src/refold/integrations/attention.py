@@ -122,8 +122,11 @@ def _offsets(
 
 def _keys(cache: Any, seqlen: int) -> int:
     """Return how many keys attention reads; of a static cache, all that it has room for."""
-    attends = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "get_mask_sizes")]
-    return max((int(layer.get_mask_sizes(seqlen)[0]) for layer in attends), default=seqlen)
+    most = 0
+    for layer in getattr(cache, "layers", ()):  # a loop, since Dynamo fails on `max` of a generator in a hook
+        if hasattr(layer, "get_mask_sizes"):
+            most = max(most, int(layer.get_mask_sizes(seqlen)[0]))
+    return most or seqlen
 
 
 def _leave(names: tuple[str, ...], model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
