@@ -1,9 +1,9 @@
 """A graph that runs eagerly, made to cost no more than the user's own code.
 
 The capture reads ``x[:, t]`` as item t and then all of it, and keeps arithmetic on step numbers of which nothing is
-used: both are left out. If nothing in the graph is changed in place, the items that steps read of a tensor are taken
-before the loop, by one call in place of one per step. A checkpointed part is called as it is, where PyTorch would
-interpret it node by node.
+used: both are left out. If nothing in the graph is changed in place, the items of a tensor that has one for each step
+are taken before the loop, by one call in place of one per step. A checkpointed part is called as it is, where PyTorch
+would interpret it node by node.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from ..ir.captured_loop import CapturedLoop, captured_loops, is_checkpoint, parts
+from ..ir.fx import add_argument, same
 from .mutation import changed_in_place
 
 _ON_NUMBERS = (operator.add, operator.sub, operator.mul, operator.neg)
@@ -90,11 +91,13 @@ def _take_items(loop: CapturedLoop, call: Node) -> None:
         x, dim, at = node.args
         if not isinstance(dim, int) or not isinstance(at, Node):
             continue  # the same item at all steps
+        if not same(_steps(loop, call), operands[x].meta["example_value"].shape[dim]):
+            continue  # more items than steps would be taken
         if (x, dim) not in taken:
             with outer.inserting_before(call):
                 items = outer.call_method("unbind", (operands[x], dim))
             with body.inserting_after(given[-1]):
-                taken[x, dim] = items, body.placeholder("items")
+                taken[x, dim] = items, add_argument(body, "items")
             given.append(taken[x, dim][1])
         with body.inserting_before(node):
             item = body.call_function(operator.getitem, (taken[x, dim][1], at))
@@ -104,6 +107,10 @@ def _take_items(loop: CapturedLoop, call: Node) -> None:
     rest = () if loop.count is not None else (call.args[-1],)
     own = call.args[: len(call.args) - len(rest)]
     call.args = (*own, *(items for items, _ in taken.values()), *rest)
+
+
+def _steps(loop: CapturedLoop, call: Node) -> Any:
+    return call.args[-1].meta["example_value"] if loop.count is None else loop.count  # type: ignore[union-attr]
 
 
 def _may_be_tensor(node: Node) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..ir.fx import add_argument
 from .read_back import SCATTERS, Origin
 
 aten = torch.ops.aten
@@ -46,7 +47,7 @@ def keep(
             left.append(index)
         elif index in others:
             with graph.inserting_after(tensor):
-                state = graph.placeholder(f"{tensor.name}_state")
+                state = add_argument(graph, f"{tensor.name}_state")
             state.meta = dict(tensor.meta)
             tensor.replace_all_uses_with(state, delete_user_cb=lambda user, copy=copy: user is not copy)
             added.append((state, new, Origin(index)))

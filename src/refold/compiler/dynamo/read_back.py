@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.fx import arg, value
+from ..ir.fx import add_argument, arg, value
 from .induction_variable import InductionVariable
 from .positions import is_plain, slice_of
 
@@ -191,6 +191,6 @@ def _content(scatter: Any) -> Node:
 
 def _placeholder(graph: Graph, name: str, like: torch.Tensor) -> Node:
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        node = graph.placeholder(name)
+        node = add_argument(graph, name)
     node.meta["val"] = like
     return node

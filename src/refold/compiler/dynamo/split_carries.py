@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder, downstream, upstream
 from ..ir.coordinates import sink_moves
-from ..ir.fx import arg, is_elementwise, is_pointwise, is_tensor, known, value
+from ..ir.fx import add_argument, arg, is_elementwise, is_pointwise, is_tensor, known, value
 from ..ir.moves import (
     SEVERAL,
     Cat,
@@ -136,7 +136,7 @@ class _Splitter:
             split_at[carry] = []
             for at in range(value(carry).shape[axis]):
                 with graph.inserting_before(carry):
-                    part = graph.placeholder(f"{carry.name}_at_{at}")
+                    part = add_argument(graph, f"{carry.name}_at_{at}")
                 with value(carry).fake_mode:  # type: ignore[attr-defined]
                     part.meta["val"] = aten.slice.Tensor(value(carry), axis, at, at + 1).clone()
                 split_at[carry].append(part)

@@ -107,6 +107,13 @@ def sum_dims(node: Node) -> list[int]:
     return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
 
+def add_argument(graph: Graph, name: str) -> Node:
+    """Add an argument to a graph at the point of insertion; a name that another has gets a number behind it."""
+    node = graph.placeholder(name)
+    node.target = node.name  # the name in the code of the graph
+    return node
+
+
 def copied_graph(graph: Graph) -> Graph:
     """Copy a graph; both have one owner."""
     new = copy.deepcopy(graph)

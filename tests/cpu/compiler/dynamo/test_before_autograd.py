@@ -23,6 +23,7 @@ from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutio
 from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
 from refold.compiler.validate.region import Settings, validate_region
+from refold.ops.spec import LARGEST_FLOAT
 from refold.ops.torch.registry import Operation
 from refold.report import GraphReport
 from support.chunked import (
@@ -171,7 +172,7 @@ def test_steps_that_are_nowhere_negative_are_said_to_be_so(apart):
     """Some kernels of the operator need that."""
     rewrite, actual = found_in(partial(stepped, apart=apart), *step_inputs())
     (scan,) = rewrite.candidate.graph.find_nodes(op="call_function", target=torch.ops.refold.ssd.default)
-    assert list(scan.args[11]) == [0.0, torch.inf]
+    assert list(scan.args[11]) == [0.0, LARGEST_FLOAT]
     # Inputs that are divided by small steps lose digits of their gradients: that may be refused.
     assert apart or validate_region(rewrite, actual, Settings(accept="always")).reason == ""
 

@@ -692,13 +692,3 @@ def test_a_break_that_depends_on_data(captured):
     got, found = captured(data_dependent, x)
     torch.testing.assert_close(got, data_dependent(x))
     assert found == []
-
-
-def test_a_checkpointed_loop_is_traced_as_it_is(captured):
-    def fn(x):
-        return torch.utils.checkpoint.checkpoint(number_first, x, use_reentrant=False)
-
-    got, found = captured(fn, xs())
-    torch.testing.assert_close(got, fn(xs()))
-    assert found == []
-    assert any("captured as one operation" in note for note in captured.notes)

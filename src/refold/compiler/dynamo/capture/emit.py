@@ -16,6 +16,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import GraphModule, Node, Proxy
 
 from ...ir.captured_loop import CapturedLoop
+from ...ir.fx import add_argument
 from .carried import CarrySpec
 from .lengths import Stacked, variable
 from .lists import GrowingList
@@ -202,7 +203,7 @@ def _call(
     inner = [_node(x) for x in outputs]
     for node in dict.fromkeys(node for node in inner if node.graph is not graph and node not in outer):
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            outer[node] = graph.placeholder(node.name)
+            outer[node] = add_argument(graph, node.name)
         outer[node].meta["example_value"] = node.meta["example_value"]
     inner = [node if node.graph is graph else outer[node] for node in inner]
     unread = [node for location in found.carried if location not in carried for node in found.carried[location]]

@@ -346,9 +346,9 @@ def _in_front(source: Node, dim: int) -> Node:
     """Return a view of a tensor with an axis in front."""
     if not dim:
         return source
-    tracer = InstructionTranslator.current_tx().output.current_tracer
-    if tracer.graph is not source.graph:
-        raise Refused("higher-order", "it is in a checkpointed function, and reads a sequence of its caller")
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    while tracer.graph is not source.graph:  # a body's, while it is traced
+        tracer = tracer.parent
     proxy = tracer.create_proxy("call_function", torch.movedim, (Proxy(source, tracer), dim, 0), {})
     set_example_value(proxy.node, torch.movedim(source.meta["example_value"], dim, 0))
     return proxy.node
