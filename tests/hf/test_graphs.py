@@ -171,6 +171,23 @@ def _reordered(cache):
     return cache
 
 
+@pytest.mark.parametrize("name", WITH_ATTENTION)
+def test_a_cache_that_was_reset_begins_anew(name):
+    model, plain, summary = pair(name)
+    prompt, ids = ids_of(1, 5), ids_of(1, 4)
+    found = []
+    for each in (model, plain):
+        cache = read(each, prompt)
+        one_by_one(each, ids, cache)
+        cache.reset()
+        first = one_by_one(each, ids[:, :1], cache)
+        with torch.no_grad():
+            more = each(ids, **{cache_name(each): cache}, use_cache=True).logits
+        found.append(torch.cat([first, more, one_by_one(each, ids, cache)], 1))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert replayed(summary)
+
+
 def test_results_are_the_callers():
     model, _, _ = pair("mamba2")
     cache = read(model, ids_of(1, 4))

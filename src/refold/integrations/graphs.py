@@ -232,7 +232,7 @@ class Step:
             and self.holder() is held
             and held.layers == self.layers
             and all(slot.of(layer) is tensor for layer, slot, tensor in self.lent)
-            and not any(getattr(layer, "record_past", False) for layer in self.layers)
+            and not any(map(_not_ready, self.layers))
         )
 
     def adopt(self, held: Any, length: int) -> list[Tensor]:
@@ -365,7 +365,9 @@ class Graphs:
             step = self.steps.get((key, capacity)) or Step(model, name, held, given, capacity)
             before = step.adopt(held, length or 0)
         mask = given.get("attention_mask")
-        if step.growing and mask is not None and tuple(mask.shape) != (len(mask), step.length + 1):
+        if mask is not None and not step.growing:
+            return "attention_mask was given with one token, and no layer attends"
+        if mask is not None and tuple(mask.shape) != (len(mask), step.length + 1):
             return "attention_mask does not have one number per token of the cache and the new one"
         step.fill(given)
         try:
@@ -452,10 +454,8 @@ def cache_refusal(model: Any, held: Any, ids: Tensor) -> str | None:
     for layer in held.layers:
         if type(layer).__name__ not in LAYERS or not type(layer).__module__.startswith("transformers."):
             return f"the cache has a {type(layer).__name__}"
-        if getattr(layer, "record_past", False):
-            return "the cache can go back"
-        if not all(getattr(layer, "has_previous_state", {0: True}).values()):
-            return "the cache has read nothing before"
+        if (reason := _not_ready(layer)) is not None:
+            return reason
         for _, _, tensor in _tensors(layer):
             if type(tensor) is not Tensor or tensor.device != ids.device or len(tensor) != len(ids):
                 return "the cache does not fit the tokens"
@@ -489,6 +489,14 @@ def _tensors(layer: Any) -> Iterator[tuple[str, int | None, Tensor]]:
     if _attends(layer):
         yield "keys", None, layer.keys
         yield "values", None, layer.values
+
+
+def _not_ready(layer: Any) -> str | None:
+    """Say why a layer of a cache cannot read a token by a graph, if its memory can be lent."""
+    if getattr(layer, "record_past", False):
+        return "the cache can go back"
+    flags = getattr(layer, "has_previous_state", None)  # a cache that was reset has the same memory
+    return None if flags is None or all(flags.values()) else "the cache has read nothing before"
 
 
 def _attends(layer: Any) -> bool:
