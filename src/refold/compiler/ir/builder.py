@@ -148,8 +148,10 @@ class Builder:
         Inductor inlines the copy into elementwise consumers; it costs memory traffic only before
         an external kernel.
         """
-        if same_strides(value(x), like):
-            return x
+        return x if same_strides(value(x), like) else self.copy(x, like)
+
+    def copy(self, x: Node, like: torch.Tensor) -> Node:
+        """Copy ``x`` into the memory layout of ``like``, whatever its own is when the graph runs."""
         # Dense copies in the order of like's strides, outermost first; of equal ones, an axis of size one is innermost.
         sizes = [*zip(like.stride(), like.shape, strict=True)]
         order = sorted(range(like.dim()), key=lambda dim: [concrete(n) for n in sizes[dim]], reverse=True)

@@ -47,7 +47,7 @@ def drop_degenerate_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
         build = Builder(root)
         view = x if value(root).dim() == value(x).dim() else build.call(aten.squeeze.dims, x, dims)
         # A sum never aliases its input, so neither may this; Inductor inlines the copy.
-        new = build.restride(build.call(aten.clone.default, view), value(root))
+        new = build.copy(view, value(root))
         yield replace_node(
             root,
             new,

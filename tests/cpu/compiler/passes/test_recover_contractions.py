@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck
 
+from support import programs
+
 B, I, J, K = 3, 5, 6, 7  # all distinct, so that a mixed-up axis cannot go unnoticed
 
 # Every function computes out[b, i, j] = sum over k of x[b, i, k] y[b, j, k], up to layout.
@@ -139,6 +141,16 @@ def test_degenerate_sums_disappear_without_aliasing(rewritten):
     outcome = rewritten(lambda x: x.sum(-1), torch.randn(5, 1))
     assert outcome.names == ["drop degenerate sum"]
     assert outcome.worst() == 0
+
+
+def test_degenerate_sums_lie_in_memory_as_sums_do():
+    """A product has other strides along axes of one element when it is run than when it is traced."""
+
+    def fn(x):
+        total = (x.view(2, 1, 1, 1) * x.t())[0].diagonal().sum(1, keepdim=True)
+        return ((total.view(2, 1, 1, 1) * x).permute(2, 0, 3, 1) + 0,)
+
+    assert not programs.judge(programs.Program(fn, [torch.randn(2, 1)], "")).failure
 
 
 def test_gradients_are_contractions_too(rewritten):
