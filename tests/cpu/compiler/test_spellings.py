@@ -390,6 +390,8 @@ SPELLINGS = {
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
 def test_found_and_right(fn, training):
+    if fn in (operation, operation_against_time) and torch.__version__ < (2, 13):
+        pytest.skip("its scan along another axis than the first has results of another shape, and no gradients")
     shapes, found = SPELLINGS[fn]
     generator = torch.Generator().manual_seed(0)
     details = check(fn, [torch.randn(shape, generator=generator) for shape in shapes], training)

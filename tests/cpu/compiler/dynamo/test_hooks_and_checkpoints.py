@@ -122,7 +122,8 @@ def inputs():
 def test_a_loop_that_registers_hooks_stays(fn):
     entry = GraphReport(0, "training")
     torch.testing.assert_close(compiled(fn, inputs(), entry), gradients(fn, inputs()))
-    assert "[hook]" in " ".join(entry.notes)
+    reasons = ["hook"] if torch.__version__ >= (2, 13) else ["hook", "higher-order"]  # of an autograd function
+    assert any(f"[{reason}]" in note for note in entry.notes for reason in reasons)
     assert not entry.rewrites
 
 
