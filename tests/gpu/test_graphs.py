@@ -47,3 +47,20 @@ def test_tokens_and_changed_weights(name):
     held = torch.cuda.memory_allocated()
     summary.undo()
     assert torch.cuda.memory_allocated() < held
+
+
+def test_a_capture_that_fails_leaves_no_trace():
+    """Experts that wait for the device cannot be captured; random numbers go on as if nobody had tried."""
+    model = make("jamba").cuda()
+    model.set_experts_implementation("eager")
+    plain = copy.deepcopy(model)
+    refold.accelerate(plain, graphs=False)
+    summary = refold.accelerate(model)
+    ids = torch.randint(1, VOCAB, (2, 9)).cuda()
+    found = []
+    for each in (model, plain):
+        torch.manual_seed(5)
+        sequences = each.generate(ids, **GREEDY | {"do_sample": True, "top_k": 9})
+        found.append((sequences.tolist(), torch.rand(4, device="cuda").tolist()))
+    assert found[0] == found[1]
+    assert "cannot be captured" in str(summary), str(summary)

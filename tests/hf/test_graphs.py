@@ -188,6 +188,18 @@ def test_a_cache_that_was_reset_begins_anew(name):
     assert replayed(summary)
 
 
+def test_who_holds_the_states_sees_them_move_on():
+    """Callers that capture graphs of their own keep the tensors of a cache."""
+    model, _, summary = pair("mamba2")
+    cache = read(model, ids_of(1, 4))
+    held = [layer.recurrent_states[0] for layer in cache.layers]
+    one_by_one(model, ids_of(1, 5), cache)
+    with torch.no_grad():
+        model(ids_of(1, 3), cache_params=cache, use_cache=True)
+    assert replayed(summary)
+    assert all(layer.recurrent_states[0] is tensor for layer, tensor in zip(cache.layers, held, strict=True))
+
+
 def test_results_are_the_callers():
     model, _, _ = pair("mamba2")
     cache = read(model, ids_of(1, 4))

@@ -48,9 +48,15 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def _capture(step: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = step()
+    graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            result = step()
+    except BaseException:
+        # PyTorch leaves the generator in the state of a capture if one fails: no random number could be drawn any more.
+        generator.graphsafe_set_state(before)
+        raise
     return result, graph.replay
 
 
@@ -164,7 +170,7 @@ class Step:
 
     def __init__(self, model: Any, name: str, held: Any, given: Mapping[str, Any], capacity: int) -> None:
         ids = given["input_ids"]
-        self.name, self.capacity, self.length = name, capacity, 0
+        self.name, self.capacity, self.length, self.busy = name, capacity, 0, 0
         self.options = {key: value for key, value in given.items() if key not in (*INPUTS, *CACHES)}
         self.holder: Callable[[], Any] = lambda: None
         self.lent: list[tuple[Any, Slot, Tensor]] = []
@@ -189,6 +195,7 @@ class Step:
         self.growing = any(slot.state is None for slot in self.slots)
 
     def _fix(self, layer: Any) -> Any:
+        """Copy a layer of a cache. Its states stay where they are: who holds these tensors sees them move on."""
         kind: Any = _fixed(layer.__class__) if _attends(layer) else layer.__class__
         own = kind.__new__(kind)
         vars(own).update(vars(layer), position=self.position)
@@ -199,7 +206,7 @@ class Step:
             if state is None:
                 shape = (*tensor.shape[:2], self.capacity, tensor.shape[3])
                 setattr(own, name, torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
-            else:
+            elif tensor.is_inference() or not tensor.is_contiguous():
                 getattr(own, name)[state] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         return own
 
@@ -236,7 +243,7 @@ class Step:
         )
 
     def adopt(self, held: Any, length: int) -> list[Tensor]:
-        """Move a cache into the fixed memory; give the tensors that it held before."""
+        """Move a cache into the fixed memory; give what it held before, if a first run can fail half way."""
         found = [slot.of(held.layers[slot.layer]) for slot in self.slots]
         self.release(held)
         for slot, tensor in zip(self.slots, found, strict=True):
@@ -248,6 +255,8 @@ class Step:
                 slot.memory[:, :, length:].zero_()  # a weight of zero times what is left of another row may be NaN
         self.position.fill_(length)
         self.length, self.holder, self.layers, self.lent = length, weakref.ref(held), list(held.layers), []
+        if self.result is None:
+            return [a.clone() if a is slot.memory else a for slot, a in zip(self.slots, found, strict=True)]
         return found
 
     def lend(self) -> None:
@@ -320,14 +329,22 @@ class Graphs:
         return self._without(model, ordinary, given)
 
     def _without(self, model: Any, ordinary: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Run the ordinary call, which must find memory that no graph uses."""
-        if self.steps:
-            held = next((given[name] for name in CACHES if given.get(name) is not None), None)
+        """Run the ordinary call; no other thread may take the memory that it works on."""
+        held = next((given[name] for name in CACHES if given.get(name) is not None), None)
+        with self.lock:
+            keys = [key for key, step in self.steps.items() if held is not None and step.holder() is held]
+            steps = [self.steps[key] for key in keys]
+            if keys and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                for key in keys:  # the caller's own graph: from now on the memory belongs to the cache
+                    self.steps.pop(key)
+            for step in steps:
+                step.busy += 1
+        try:
+            return ordinary(model, **given)
+        finally:
             with self.lock:
-                for step in self.steps.values():
-                    if held is not None and step.holder() is held:
-                        step.release()
-        return ordinary(model, **given)
+                for step in steps:
+                    step.busy -= 1
 
     def _changed(self, model: Any) -> str | None:
         if self.snapshot is None or not self.snapshot.holds():
@@ -343,8 +360,7 @@ class Graphs:
         self.failed, self.snapshot, self.pool = {}, None, None
 
     def _drop(self, key: tuple[tuple[Hashable, Hashable], int]) -> None:
-        step = self.steps.pop(key)
-        step.release()
+        step = self.steps.pop(key)  # the memory belongs to the cache that holds it
         if step.position.device.type == "cuda":
             torch.cuda.synchronize(step.position.device)  # its graph may be under way on another stream
 
@@ -363,6 +379,8 @@ class Graphs:
                 return self.failed[key]
             capacity = 0 if length is None else max(SMALLEST, 1 << (length + 1).bit_length())
             step = self.steps.get((key, capacity)) or Step(model, name, held, given, capacity)
+            if step.busy:
+                return "another thread works on the memory of the graph"
             before = step.adopt(held, length or 0)
         mask = given.get("attention_mask")
         if mask is not None and not step.growing:
@@ -373,10 +391,14 @@ class Graphs:
         try:
             self._advance(step, model, ordinary)
         except Exception as error:  # whatever a model does that cannot be captured, its own call can do
-            step.holder, first = (lambda: None), step.replay is None and step.result is None
+            step.holder = lambda: None
             for i, slot in enumerate(step.slots):
-                own = before[i] if before is not None and first else slot.part(step.length).clone()
-                slot.put(held.layers[slot.layer], own)
+                if before is None or step.result is not None:  # nothing ran, and the memory is the cache's from now on
+                    slot.put(held.layers[slot.layer], slot.part(step.length))
+                elif slot.of(held.layers[slot.layer]) is slot.memory:
+                    slot.memory.copy_(before[i])
+                else:
+                    slot.put(held.layers[slot.layer], before[i])
             self.steps.pop((key, step.capacity), None)
             self.failed[key] = f"it cannot be captured ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
             return self.failed[key]
@@ -402,7 +424,8 @@ class Graphs:
         if step.replay is None:
             if self.pool is None and device.type == "cuda":
                 self.pool = torch.cuda.graph_pool_handle()
-            step.result, step.replay = recorders[device.type](lambda: step.run(model, ordinary), self.pool)
+            with torch.cuda.device_of(step.position):
+                step.result, step.replay = recorders[device.type](lambda: step.run(model, ordinary), self.pool)
         step.replay()
         self.replayed += 1
 

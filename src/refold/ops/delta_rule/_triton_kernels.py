@@ -421,8 +421,8 @@ def _delta_chain_kernel(
     mask_p = (offs_p < nvalues) & (offs_p * 0 + tile < blocks_p)
     mask_pn = mask_p[:, None] & mask_n[None, :]
     head = seq.to(tl.int64) * nheads + pid_h
-    size = nkeys.to(tl.int64) * nvalues
-    width = (nvalues + nkeys).to(tl.int64)
+    size = nkeys * nvalues
+    width = nvalues + nkeys
     state = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     if OUTPUT:
         if before_ptr is not None:
@@ -535,7 +535,7 @@ def _delta_pass_kernel(
         at = offs_p[:, None].to(tl.int64) * stride_i_p + offs_n[None, :] * stride_i_n
         initial_rows = initial_ptr + seq * stride_i_s + pid_h.to(tl.int64) * stride_i_h
         state = tl.load(initial_rows + at, mask=mask_pn, other=0.0).to(tl.float32)
-    width = (nvalues + nkeys).to(tl.int64)
+    width = nvalues + nkeys
     for s in tl.range(0, nsegments, num_stages=2):
         segment = head * nsegments + s
         tl.store(before_ptr + (segment * nvalues + offs_p[:, None]) * nkeys + offs_n[None, :], state, mask=mask_pn)
