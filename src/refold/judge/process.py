@@ -304,6 +304,12 @@ class Process:
             if where is not None and not where.writable:
                 m.traits = [*m.traits, messages.TRAITS[1]]
         found = result.metadata
+        most = sum(each.end - each.start for each in mappings)
+        if (
+            self._home.device == "cpu"
+            and (size := max((m.span for m in (*found, *self._state.values())), default=0)) > most
+        ):
+            raise Misbehaved("M3", f"a tensor is said to span {size} bytes, and the process has {most}")
         result.aliases = [self._alias(index, found, inputs, mappings) for index in range(len(found))]
         spans = [(0, 0) if a and a[0] == "input" else self._memory(m)
                  for m, a in zip(result.metadata, result.aliases, strict=True)]  # fmt: skip
@@ -402,6 +408,8 @@ class Process:
     def write(self, m: Description, value: torch.Tensor) -> None:
         """Write values over a tensor in the process, whose program learns nothing of it."""
         self.settle()
+        if m.span > max(most := self.held(), 1 << 20):
+            raise Misbehaved("M3", f"its parameter is said to span {m.span} bytes, and the process holds {most}")
         raw = self.read(m.address, m.span)
         if raw.numel():
             raw.view(messages.DTYPES[m.dtype]).as_strided(m.shape, m.stride).copy_(value)

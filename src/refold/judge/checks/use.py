@@ -148,7 +148,8 @@ def _other_mode(case: Case, call: Call) -> None:
     with contextlib.suppress(Raised):
         y = sides.ask(call)
         same = not unlike(o, y) and all(
-            judged("", a.double() if a.is_floating_point() else a, a, b, known, sides.longest).passed
+            a.shape == b.shape
+            and judged("", a.double() if a.is_floating_point() else a, a, b, known, sides.longest).passed
             for a, b in zip(o.tensors, y.tensors, strict=True)
         )
     case.docket.verdict.mode = f"{here} mode{', and evaluation mode without gradients' if same and train else ''}"
