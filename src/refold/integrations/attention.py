@@ -37,11 +37,6 @@ def watch(model: nn.Module) -> list[Any]:
     ]
 
 
-def watches(hook: Any) -> bool:
-    """Whether a hook is one of those that `watch` makes."""
-    return getattr(hook, "func", hook) in (_enter, _leave)
-
-
 def hidden(cache: Any) -> Tensor | None:
     """Return which keys of a cache, ``(b, s)``, belong to documents that have ended; None if there are none."""
     found: Tensor | None = getattr(cache, _HIDDEN, None)

@@ -182,11 +182,6 @@ def watch(model: nn.Module, positions: bool) -> list[Any]:
     ]
 
 
-def watches(hook: Any) -> bool:
-    """Whether a hook is one of those that `watch` makes."""
-    return getattr(hook, "func", hook) in (_enter, _leave)
-
-
 def _enter(names: tuple[str, ...], positions: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if _CALLS.stack and _CALLS.stack[-1].named:  # A model inside of another: what was given there holds.
         _CALLS.stack.append(_CALLS.stack[-1])

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from refold.integrations import attention
+from refold.integrations import attention, documents
 from refold.integrations.decoding import any_global_hook
-from refold.integrations.documents import watches
+from refold.integrations.mixers import HOOKS
 from refold.ops.torch import private
 
 CACHES = ("past_key_values", "cache_params", "cache")
@@ -44,7 +44,7 @@ KEPT = 4
 """Graphs that a model keeps: those of the numbers of rows that were used last."""
 _STATES = ("conv_states", "recurrent_states")
 _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_IDLE = (attention.__name__, documents.__name__, "transformers.utils.output_capturing")
 
 
 def _capture(step: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
@@ -72,7 +72,7 @@ class Snapshot:
         self.fields = [vars(module) for module in self.modules]
         self.tables = [fields[name] for fields in self.fields for name in ("_modules", "_parameters", "_buffers")]
         self.filled = [table for table in self.tables if table]
-        self.hooks = [fields[name] for fields in self.fields for name in _HOOKS]
+        self.hooks = [fields[name] for fields in self.fields for name in HOOKS]
         found = chain.from_iterable(map(dict.values, self.filled))
         self.tensors: list[Any] = [tensor for tensor in found if isinstance(tensor, Tensor)]
         self.seen = self._look()
@@ -102,7 +102,7 @@ class Snapshot:
                 return f"it has a {kind.__name__} of the package {kind.__module__.partition('.')[0]}"
             if "forward" in fields:
                 return f"the forward of a {kind.__name__} was replaced on the instance"
-            if not all(_idle(hook) for name in _HOOKS for hook in fields[name].values()):
+            if not all(_idle(hook) for name in HOOKS for hook in fields[name].values()):
                 return f"a {kind.__name__} has hooks"
         if {type(tensor) for tensor in self.tensors} - {Tensor, nn.Parameter, nn.Buffer}:
             return "its weights are quantised or sharded"
@@ -245,7 +245,7 @@ class Step:
     def adopt(self, held: Any, length: int) -> list[Tensor]:
         """Move a cache into the fixed memory; give what it held before, if a first run can fail half way."""
         found = [slot.of(held.layers[slot.layer]) for slot in self.slots]
-        self.release(held)
+        self._release(held)
         for slot, tensor in zip(self.slots, found, strict=True):
             part = slot.part(length)
             if tensor.data_ptr() != part.data_ptr() or tensor.stride() != part.stride():
@@ -266,10 +266,10 @@ class Step:
         lent = [(self.layers[slot.layer], slot, slot.part(self.length)) for slot in moved]
         for layer, slot, tensor in lent:
             slot.put(layer, tensor)
-        kept = [one for one in self.lent if one[1].state is not None] if self.growing else self.lent
-        self.lent = [*kept, *lent] if lent else kept
+        if lent:
+            self.lent = [*(one for one in self.lent if one[1].state is not None), *lent]
 
-    def release(self, new: Any = None) -> None:
+    def _release(self, new: Any) -> None:
         """Give the cache that holds the fixed memory copies of its own, unless it is ``new``."""
         held, self.holder = self.holder(), lambda: None
         if held is not None and held is not new:
@@ -534,11 +534,7 @@ def _length(held: Any) -> int | None:
 
 def _idle(hook: Any) -> bool:
     """Whether a hook does nothing in a call that a graph may run: refold's own, and what `output_...` left behind."""
-    return (
-        watches(hook)
-        or attention.watches(hook)
-        or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
-    )
+    return getattr(getattr(hook, "func", hook), "__module__", "") in _IDLE
 
 
 def _plain(step: Step) -> Callable[[Any], bool]:

@@ -240,13 +240,14 @@ def _apart(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return F.linear(x, linear.weight), linear.bias
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where a module of PyTorch keeps the hooks of its calls."""
 
 
 def _untouched(module: nn.Module) -> bool:
     """Whether calling a module runs the forward of its class and nothing else."""
     # A PyTorch without one of these names may have hooks elsewhere.
-    return "forward" not in vars(module) and not any(getattr(module, name, True) for name in _HOOKS)
+    return "forward" not in vars(module) and not any(getattr(module, name, True) for name in HOOKS)
 
 
 def _cached(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
