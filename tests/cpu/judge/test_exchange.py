@@ -155,7 +155,7 @@ def test_a_marked_test_passes_only_if_the_candidate_is_accepted(tmp_path):
     ]
     tests += [mark.format("wrong"), "def test_wrong():\n    pass\n"]
     (tmp_path / "test_layer.py").write_text("".join(tests))
-    command = [sys.executable, "-m", "pytest", "-p", "refold.pytest_plugin", "--strict-markers", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "--strict-markers", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "1 passed, 1 error" in done.stdout, done.stdout
     assert "refused by N1" in done.stdout
