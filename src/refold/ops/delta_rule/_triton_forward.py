@@ -95,7 +95,7 @@ class Chunks:
 
     def __init__(
         self, q, k, v, g, beta, r, A_log, dt_bias, cu_seqlens, scale, normalize, lower_bound, beta_limit, erase,
-        chunk_size, config, rows: int = 4,
+        chunk_size, config,
     ) -> None:  # fmt: skip
         batch, seqlen, nheads, self.nvalues = v.shape
         ngroups, nkeys = q.shape[2:]
@@ -114,7 +114,7 @@ class Chunks:
         lower, limit = float(lower_bound or 0.0), float(beta_limit or 0.0)
         cells = nslots * nheads
         self.new_T = fresh((cells * chunk, chunk), v.dtype, v.device)
-        self.new_rows = fresh((cells * rows, chunk), torch.float32, v.device)
+        self.new_rows = fresh((cells * 4, chunk), torch.float32, v.device)
         self.new_tiles = fresh((cells * chunk, nkeys), v.dtype, v.device)
         self.new_c = fresh((cells * chunk, nkeys), torch.float32 if v.element_size() == 2 else torch.float64, v.device)
         self.new_decay = fresh((cells, nkeys), torch.float32, v.device)
@@ -137,7 +137,7 @@ class Chunks:
             self.prepare = Launch(kernels._delta_prepare_keyed_kernel, (nslots, nheads), consts, options)
             self.ints = (*sizes, scale, limit, *tiles, *strides(beta, 3))
         else:
-            consts |= {"GATE": gate_kind(A_log, lower_bound), "ROWS": rows}
+            consts |= {"GATE": gate_kind(A_log, lower_bound)}
             options = {"num_warps": config["prepare_warps"]}
             self.prepare = Launch(kernels._delta_prepare_kernel, (nslots, nheads), consts, options)
             self.ints = (*sizes, scale, lower, limit, *tiles, *strides(g, 3), *strides(beta, 3))
@@ -176,7 +176,7 @@ class Forward:
         precision, _ = precisions(v.dtype, chunks.chunk, chunks.block_n, block_p)
         consts = {
             "CHUNK": chunks.chunk, "BLOCK_N": chunks.block_n, "BLOCK_P": block_p, "KEYED": chunks.keyed,
-            "ERASE": erase, "VARLEN": chunks.varlen, "PRECISION": precision, "STAGES": config["stages"], "ROWS": 4,
+            "ERASE": erase, "VARLEN": chunks.varlen, "PRECISION": precision, "STAGES": config["stages"],
         }  # fmt: skip
         options = {"num_warps": config["warps"], "num_stages": config["stages"]}
         segments = self.nsegments
@@ -255,14 +255,12 @@ class Forward:
                 self.state(stream, None, r, k, v, T, None, None, rows, decay, None, None, cu_seqlens, None, None, after,
                            *self.ints)  # fmt: skip
             else:
-                self.state(stream, q, r, k, v, T, P, rows, decay, None, None, cu_seqlens, y, final, after, None,
-                           None, *self.ints)  # fmt: skip
+                self.state(stream, q, r, k, v, T, P, rows, decay, None, None, cu_seqlens, y, final, after, *self.ints)
             self.pass_(stream, after, initial, before, *self.pass_ints)
         if self.hopper:
             self.scan(stream, q, r, k, v, T, P, y, rows, decay, initial, before, cu_seqlens, y, final, None, *self.ints)
         else:
-            self.scan(stream, q, r, k, v, T, P, rows, decay, initial, before, cu_seqlens, y, final, None, None, None,
-                      *self.ints)  # fmt: skip
+            self.scan(stream, q, r, k, v, T, P, rows, decay, initial, before, cu_seqlens, y, final, None, *self.ints)
         return y, final
 
 

@@ -169,14 +169,13 @@ def _delta_prepare_kernel(
     stride_g_b, stride_g_t, stride_g_h, stride_beta_b, stride_beta_t, stride_beta_h,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_N: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
     NORMALIZE: tl.constexpr, ERASE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    INVERSE: tl.constexpr, ROWS: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (slots, heads): a program reads keys and queries of a chunk, and writes T, P and rows of factors.
 
     Rows: of what is read from the state (NaN where key, gate or beta is not finite), of queries, of what is written,
-    and the decay of the whole chunk. For the backward (ROWS = 8) T comes without its factor beta, and three more rows
-    are beta and c in two parts. Sums of log decays are float64, for float32 inputs in two float32 parts: differences of
-    float32 sums lose small decays after large ones.
+    and the decay of the whole chunk. Sums of log decays are float64, for float32 inputs in two float32 parts:
+    differences of float32 sums lose small decays after large ones.
     """
     slot = tl.program_id(0)
     pid_h = tl.program_id(1)
@@ -246,20 +245,15 @@ def _delta_prepare_kernel(
         # Where keys are not finite, all is NaN from there on: `mark` says so.
         L = tl.where((offs_t[:, None] > offs_t[None, :]) & (tl.abs(L) < float("inf")), L, 0.0)
         T = _inverse(L, CHUNK, LEVELS, INVERSE)
-    if ROWS == 4:
-        T *= beta[None, :]
+    T *= beta[None, :]
     tl.store(T_ptr + square, T.to(T_ptr.dtype.element_ty))
-    rows = rows_ptr + row * (ROWS * CHUNK) + offs_t
+    rows = rows_ptr + row * (4 * CHUNK) + offs_t
     total = tl.sum(g, axis=0)
     from_start = exp2(high)
     tl.store(rows, from_start * r_factor + mark)
     tl.store(rows + CHUNK, from_start * q_factor)
     tl.store(rows + 2 * CHUNK, exp2((total - c).to(tl.float32)) * k_factor)
     tl.store(rows + 3 * CHUNK, offs_t * 0.0 + exp2(total.to(tl.float32)))
-    if ROWS == 8:
-        tl.store(rows + 4 * CHUNK, beta)
-        tl.store(rows + 5 * CHUNK, high)
-        tl.store(rows + 6 * CHUNK, low)
 
 
 @triton.jit
@@ -385,20 +379,18 @@ def _delta_prepare_keyed_kernel(
 @triton.jit
 def _delta_chain_kernel(
     q_ptr, r_ptr, k_ptr, v_ptr, T_ptr, P_ptr, rows_ptr, decay_ptr, initial_ptr, before_ptr, cu_seqlens_ptr,
-    y_ptr, final_ptr, after_ptr, states_ptr, u_ptr,
+    y_ptr, final_ptr, after_ptr,
     seqlen, nchunks, nsegments, nheads, ngroups, nkeys, nvalues,
     stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
     stride_v_b, stride_v_t, stride_v_h, stride_i_s, stride_i_h, stride_i_n, stride_i_p,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, KEYED: tl.constexpr, ERASE: tl.constexpr,
     OUTPUT: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads x tiles, segments, sequences): a program owns one tile of values of one head, in one segment.
 
     Keeps the transposed state (values, keys) in float32 registers, and reads keys, queries, values, T and P of each
     chunk once. OUTPUT: begins with the state before its segment and writes y. Otherwise it begins with zero and writes
-    the state after its segment; more tiles begin with rows of the identity, without values, and write the map. For
-    the backward (ROWS = 8) it writes U and the state before each chunk.
+    the state after its segment; more tiles begin with rows of the identity, without values, and write the map.
     """
     blocks_p = tl.cdiv(nvalues, BLOCK_P)
     tiles = blocks_p
@@ -463,7 +455,7 @@ def _delta_chain_kernel(
         v_at = start * stride_v_t + offs_t[None, :] * stride_v_t + offs_p[:, None]
         v = tl.load(v_base + v_at, mask=mask_p[:, None] & inside[None, :], other=0.0)
         T = tl.load(T_ptr + square)
-        rows = rows_ptr + row * (ROWS * CHUNK) + offs_t
+        rows = rows_ptr + row * (4 * CHUNK) + offs_t
         read = tl.load(rows)
         write = tl.load(rows + 2 * CHUNK)
         narrow = state.to(k.dtype)
@@ -471,19 +463,11 @@ def _delta_chain_kernel(
             x = v.to(tl.float32) - dot(narrow, tl.trans(r), None, PRECISION) * read[None, :]
         else:
             x = v.to(tl.float32) + read[None, :] * 0.0
-        if ROWS == 8:
-            x *= tl.load(rows + 4 * CHUNK)[None, :]
         # In a product, what is not finite would reach the tokens before it as well: zero times it is NaN.
         finite = tl.abs(x) < float("inf")
         bad = tl.min(tl.where(finite, CHUNK, offs_t[None, :]), axis=1)  # first token that is not, a channel
         u = dot(tl.where(finite, x, 0.0).to(k.dtype), tl.trans(T), None, PRECISION)
-        if states_ptr is not None:
-            states_at = (row * nvalues + offs_p[:, None]) * nkeys + offs_n[None, :]
-            tl.store(states_ptr + states_at, narrow, mask=mask_pn)
-            u_at = (row * CHUNK + offs_t[None, :]) * nvalues + offs_p[:, None]
-            u = tl.where(offs_t[None, :] >= bad[:, None], float("nan"), u)
-            tl.store(u_ptr + u_at, u.to(k.dtype), mask=mask_p[:, None])
-        elif OUTPUT:
+        if OUTPUT:
             if KEYED:
                 q = tl.load(q_ptr + tile_at, mask=mask_n[None, :], other=0.0)
             else:
@@ -501,7 +485,7 @@ def _delta_chain_kernel(
             decay = tl.load(decay_ptr + row * nkeys + offs_n, mask=mask_n, other=0.0)
             state *= spoilt[:, None] * decay[None, :]
         else:
-            state *= (spoilt * tl.load(rows_ptr + row * (ROWS * CHUNK) + 3 * CHUNK))[:, None]
+            state *= (spoilt * tl.load(rows_ptr + row * (4 * CHUNK) + 3 * CHUNK))[:, None]
         state = dot((u * write[None, :]).to(k.dtype), k, state, PRECISION)
     if OUTPUT:
         if (final_ptr is not None) and (pid_s == nsegments - 1):
