@@ -12,6 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
 
 from torch.fx import Graph
 
@@ -43,42 +45,58 @@ LOG = "REFOLD_LOG_GRAPHS"
 CHECK = "REFOLD_CHECK_GRAPHS"
 """Environment variables, read when the passes run."""
 
-Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite | Refusal | str]]
 
-PASSES: list[tuple[str, Pass]] = [
-    ("replace prefix networks", replace_prefix_networks),
-    ("replace rescaled sums", replace_rescaled_sums),
-    ("roll up loops", reroll_loops),
-    ("contract scans", contract_scans),
-    ("fuse chunked scans", fuse_chunked_scans),
-    ("contract last states", contract_last_states),
-    ("narrow scans", narrow_scans),
-    ("absorb skips", absorb_skips),
-    ("drop degenerate sums", drop_degenerate_sums),
-    ("sum a convolution's input", sum_convolutions),
-    ("multiply out", multiply_out),
-    ("recover contractions", recover_contractions),
-    ("merge products", merge_products),
-    ("unroll depthwise convolutions", unroll_depthwise_convolutions),
-    ("difference segment sums", difference_segment_sums),
-    ("prefer oneDNN", prefer_onednn),
+class Stage(Enum):
+    """When a graph is rewritten."""
+
+    CAPTURED = "captured"
+    """Loops that Dynamo captured become scans."""
+    FORWARD = "forward"
+    """Before autograd: code whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
+    JOINT = "joint"
+    """The ATen graph that Inductor gets, with its backward if it has one."""
+
+
+class Pass(NamedTuple):
+    """A function that rewrites a graph, and where it runs."""
+
+    name: str
+    apply: Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite | Refusal | str]]
+    stages: frozenset[Stage] = frozenset({Stage.JOINT})
+
+
+_FORWARD = frozenset({Stage.FORWARD})
+_BOTH = frozenset({Stage.FORWARD, Stage.JOINT})
+
+PASSES: list[Pass] = [
+    Pass("replace prefix networks", replace_prefix_networks, _BOTH),
+    Pass("replace rescaled sums", replace_rescaled_sums, _BOTH),
+    Pass("roll up loops", reroll_loops),
+    Pass("contract scans", contract_scans, _BOTH),
+    Pass("fuse chunked scans", fuse_chunked_scans, _BOTH),
+    Pass("contract last states", contract_last_states, _BOTH),
+    Pass("narrow scans", narrow_scans, _BOTH),
+    Pass("absorb skips", absorb_skips, _BOTH),
+    Pass("replace causal convolutions", replace_causal_convolutions, _FORWARD),
+    Pass("replace gated norms", replace_gated_norms, _FORWARD),
+    Pass("drop degenerate sums", drop_degenerate_sums),
+    Pass("sum a convolution's input", sum_convolutions),
+    Pass("multiply out", multiply_out),
+    Pass("recover contractions", recover_contractions),
+    Pass("merge products", merge_products),
+    Pass("unroll depthwise convolutions", unroll_depthwise_convolutions, _BOTH),
+    Pass("difference segment sums", difference_segment_sums),
+    Pass("prefer oneDNN", prefer_onednn),
 ]
 
-NAMES = tuple(name for name, _ in PASSES)
 
-BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
-    ("replace prefix networks", replace_prefix_networks),
-    ("replace rescaled sums", replace_rescaled_sums),
-    ("contract scans", contract_scans),
-    ("fuse chunked scans", fuse_chunked_scans),
-    ("contract last states", contract_last_states),
-    ("narrow scans", narrow_scans),
-    ("absorb skips", absorb_skips),
-    ("replace causal convolutions", replace_causal_convolutions),
-    ("replace gated norms", replace_gated_norms),
-    ("unroll depthwise convolutions", unroll_depthwise_convolutions),
-]
-"""What replaces code whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
+def passes_of(stage: Stage, names: Sequence[str] | None = None) -> list[Pass]:
+    """Return the passes of a stage; those with these names, in their order, if names are given."""
+    table = {one.name: one for one in PASSES if stage in one.stages}
+    return [table[name] for name in (table if names is None else names)]
+
+
+NAMES = tuple(one.name for one in passes_of(Stage.JOINT))
 
 # The search for rewrites of one graph may take this much of the CPU; after that nothing more is looked at.
 SEARCH_S = 5.0
@@ -88,7 +106,7 @@ def run(
     graph: Graph,
     wanted: Callable[[str], bool] = lambda _: True,
     notes: list[str] | None = None,
-    passes: Sequence[tuple[str, Pass]] | None = None,
+    passes: Sequence[Pass] | None = None,
     seen: Callable[[Rewrite], None] = lambda _: None,
     rules: Sequence[Rule] = (),
 ) -> list[Rewrite]:
@@ -99,7 +117,7 @@ def run(
         wanted: Which sites (node names) may be rewritten.
         notes: Gets a sentence for what a pass found and may not replace, for a rule that does not fit, and if the time
             for the search was over before its end.
-        passes: The passes; all unless given.
+        passes: The passes; all of a joint graph unless given.
         seen: Called with each rewrite as it is made, before the next one.
         rules: Rewrites that others found; before the passes.
 
@@ -119,10 +137,8 @@ def run(
 
     rewrites: list[Rewrite] = []
     _dump("as it was", graph)
-    first: list[tuple[str, Pass]] = []
-    if rules:
-        first.append(("apply rules", lambda graph, wanted: apply_rules(graph, wanted, rules, said)))
-    for name, apply in (*first, *(PASSES if passes is None else passes)):
+    first = [Pass("apply rules", lambda graph, wanted: apply_rules(graph, wanted, rules, said))] if rules else []
+    for name, apply, _ in (*first, *(passes_of(Stage.JOINT) if passes is None else passes)):
         before = len(rewrites)
         for found in apply(graph, in_time):
             if not isinstance(found, Rewrite):

@@ -53,7 +53,7 @@ def is_out_of_order(graph, node):
 
 @pytest.mark.parametrize("spoil", [forgets_the_value, misstates_strides, misstates_the_dtype, is_out_of_order])
 def test_a_pass_that_breaks_an_invariant_is_named(rewritten, monkeypatch, spoil):
-    monkeypatch.setattr(pipeline, "PASSES", [("planted", planted(spoil))])
+    monkeypatch.setattr(pipeline, "PASSES", [pipeline.Pass("planted", planted(spoil))])
     with pytest.raises(Exception, match=r'after "planted"|before it has been defined'):
         rewritten(contraction, *inputs())
 

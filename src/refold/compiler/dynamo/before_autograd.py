@@ -1,10 +1,10 @@
 """Recurrences of a graph that are no captured loops: found before autograd (design decision 9).
 
 A backward reads what its forward wrote: decays, products, states. An operator that never writes them must be there
-before autograd, and brings its own backward. So Dynamo's graph is traced to ATen without a backward. The passes that
-replace recurrences (`refold.compiler.pipeline.BEFORE_AUTOGRAD`) run over the traced graph. What they found is put into
-Dynamo's graph, between values that Dynamo has a node for. All else of Dynamo's graph stays as it is, in-place
-operations and `no_grad` among it.
+before autograd, and brings its own backward. So Dynamo's graph is traced to ATen without a backward. The passes of that
+stage (`refold.compiler.pipeline.PASSES`) run over the traced graph. What they found is put into Dynamo's graph, between
+values that Dynamo has a node for. All else of Dynamo's graph stays as it is, in-place operations and `no_grad` among
+it.
 
 Inference has no such need. But what is put into Dynamo's graph is traced anew with it, and then values lie in memory as
 the operators write them, not as the original did: what reads them needs no copy.
@@ -36,7 +36,7 @@ from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
 from ..ir.source import CALLED, located, name_of
 from ..ir.views import is_view
-from ..pipeline import BEFORE_AUTOGRAD
+from ..pipeline import Stage, passes_of
 from ..pipeline import run as run_pipeline
 from ..private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from ..recurrence.prefix import FEWEST_LEVELS, levels
@@ -173,7 +173,7 @@ class BeforeAutograd:
         self._standing: set[str] = set()  # operators of the rewrites
         self._values: dict[Node, Any] = {}  # of traced nodes, where copies are left out before them
         with torch.set_grad_enabled(training):  # passes ask whether gradients will be taken of what they make
-            run_pipeline(self._graph, wanted, self.notes, BEFORE_AUTOGRAD, self._take)
+            run_pipeline(self._graph, wanted, self.notes, passes_of(Stage.FORWARD), self._take)
 
     def _take(self, found: Rewrite) -> None:
         """Note a rewrite that was just made."""

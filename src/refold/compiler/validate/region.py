@@ -74,8 +74,7 @@ class Settings:
     def rewrite(self, graph: Graph, wanted: Callable[[str], bool], notes: list[str] | None = None) -> list[Rewrite]:
         """Run the passes and rules that these settings name over a graph, in place."""
         choices = self.choices
-        table = dict(pipeline.PASSES)
-        passes = [(name, table[name]) for name in (table if choices.passes is None else choices.passes)]
+        passes = pipeline.passes_of(pipeline.Stage.JOINT, choices.passes)
         made = pipeline.run(graph, wanted, notes, passes, rules=self.rules)
         for each in (graph, *(rewrite.candidate.graph for rewrite in made)):
             choices.tune(each)
