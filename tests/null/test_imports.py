@@ -43,6 +43,7 @@ COMPILER = [
     ["passes"],
     ["pipeline"],
     ["choices", "dynamo"],
+    ["options"],
     ["validate"],
     ["session"],
     ["replay", "regions"],

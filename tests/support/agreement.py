@@ -6,9 +6,9 @@ from refold.compiler.decisions import Store
 from refold.compiler.dynamo import captures_loops
 from refold.compiler.inductor import bind, show_graph
 from refold.compiler.ir.evaluate import evaluate
+from refold.compiler.options import Options
 from refold.compiler.pipeline import run
 from refold.compiler.session import GraphCompile
-from refold.compiler.validate.region import Settings
 from refold.report import GraphReport
 
 
@@ -18,7 +18,7 @@ def rewritten(fn, *inputs, training=False):
 
     def backend(gm, example_inputs):
         entry = GraphReport(index=0, mode="training" if training else "inference")
-        settings = Settings(verify="off", accept="always", cache=False)
+        settings = Options(verify="off", accept="always", cache=False)
         session = GraphCompile(gm, example_inputs, settings, entry, Store(None, ""))
         session._rewrite_before_autograd()
         rows.extend(session.rows.values())

@@ -9,10 +9,8 @@ Design decision 7.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cache
 from os import PathLike
 from typing import Any
@@ -23,24 +21,21 @@ from torch.fx import Graph, GraphModule
 from ..errors import ArgumentError, CompileError, PlanError, warn
 from ..report import GraphReport, Report
 from .choices import Choices
-from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .dynamo.as_written import run_as_written
 from .environment import environment
 from .inductor import Compiled, first_line, show_graph
 from .ir.fx import mend_powers
-from .notation.rules import read_rules
+from .options import Options
 from .patience import patience
-from .private import TraceAgain, compile_number, inductor_modes, inductor_options, recompile_limit
+from .private import TraceAgain, compile_number, recompile_limit
 from .recurrence.serial_chains import serial_loops
 from .refusals import refused
 from .replay import Remembering
 from .session import describe_captured, survey
 from .validate.program import plain
-from .validate.region import Settings
 
 BUG = "Please report this with the output of `refold doctor`."
-OWN_OPTIONS = ("verify", "accept", "strict", "loops", "compile_budget", "cache", "plan", "rules", "choose", "report")
 
 
 @captures_loops
@@ -56,11 +51,8 @@ def refold(
     Args:
         gm: The graph that Dynamo captured.
         example_inputs: The values it was captured with.
-        options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
-            ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``compile_budget`` (seconds), ``cache`` (bool or a
-            folder), ``plan`` (a report or a path to one), ``rules`` (files), ``choose`` (see
-            `refold.compiler.choices`) and ``report`` (a `refold.report.Report` to add to); all else
-            is passed to Inductor.
+        options: Those of `compile` (`refold.compiler.options.Options`), and ``report``, a `refold.report.Report` to add
+            to; all else is passed to Inductor.
         mode: A mode of ``torch.compile``, passed to Inductor.
 
     Returns:
@@ -71,14 +63,14 @@ def refold(
         CompileError: refold itself failed, or Inductor, and ``strict`` was set.
         PlanError: The plan does not fit, and ``strict`` was set.
     """
+    read = Options.read(options or {}, mode)
+    report = (options or {}).get("report")
+    return compile_graph(gm, example_inputs, read, Report() if report is None else report)
+
+
+def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> Compiled:
+    """Compile one Dynamo graph, and add to the report; see `refold`."""
     mend_powers(gm)
-    given = dict(options or {})
-    own = {key: given.pop(key) for key in OWN_OPTIONS if key in given}
-    report = own.pop("report", None)
-    report = Report() if report is None else report
-    check_inductor_options(given, mode)
-    passed_on = {**((inductor_modes() or {}).get(mode, {}) if mode else {}), **given}
-    settings = check_settings(Settings(**own, options=passed_on))
     report.environment = report.environment or environment()  # torch.compile may have been given an empty report
     entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
     report.graphs.append(entry)
@@ -89,12 +81,12 @@ def refold(
         with patience(), _unseen_by_hooks(), torch.autograd.set_multithreading_enabled(False):
             if kind := next(filter(None, map(_left_alone, example_inputs)), ""):
                 entry.notes.append(f"nothing was looked for: {kind}")
-                return plain(gm, example_inputs, settings, entry)
+                return plain(gm, example_inputs, options, entry)
             if any(isinstance(x, torch.Tensor) and x.is_neg() for x in example_inputs):
                 # Dynamo compiles again for them: its guards compare dispatch keys.
                 entry.chosen, entry.reason = "eager", "because Inductor drops the sign of an input, a negated view"
                 return run_as_written(gm).forward
-            run = Remembering(gm, example_inputs, settings, entry).run()
+            run = Remembering(gm, example_inputs, options, entry).run()
             # A call of a module looks for hooks first, which a graph has none of.
             return run_as_written(run).forward if isinstance(run, GraphModule) else run
     except PlanError:
@@ -103,7 +95,7 @@ def refold(
         report.graphs.remove(entry)
         raise
     except Exception as error:
-        if settings.strict:
+        if options.strict:
             if isinstance(error, CompileError):  # it is Inductor that failed
                 raise
             message = f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}"
@@ -113,7 +105,7 @@ def refold(
         entry.chosen, entry.reason = "inductor", "because refold failed"
         for row in entry.rewrites:
             row.status, row.reason = "refused", refused("refold-failed", first_line(error))
-        return plain(gm, example_inputs, settings, entry)
+        return plain(gm, example_inputs, options, entry)
 
 
 def _unseen_by_hooks() -> AbstractContextManager[Any]:
@@ -155,50 +147,6 @@ def _is_training(gm: GraphModule) -> bool:
     """Tell whether a result of the graph has a gradient."""
     results = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in results)
-
-
-def check_settings(settings: Settings) -> Settings:
-    """Refuse unknown option values.
-
-    Raises:
-        ArgumentError: Names the option, its value and what is allowed.
-    """
-    for name, allowed in (
-        ("verify", ("quick", "off")),
-        ("accept", ("faster", "always")),
-        ("strict", (True, False)),
-        ("loops", ("capture", "unroll")),
-    ):
-        if (got := getattr(settings, name)) not in allowed:
-            raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {got!r}")
-    budget = settings.compile_budget
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
-        raise ArgumentError(f"compile_budget must be a number of seconds above 0, not {budget!r}")
-    folder_for(settings.cache)
-    rules, choose = read_rules(settings.rules), Choices.read(settings.choose)
-    plan = None if settings.plan is None else Plan.read(settings.plan)
-    return replace(settings, plan=plan, rules=rules, choose=choose)
-
-
-def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None:
-    """Refuse options and modes that neither refold nor Inductor has, as plain ``torch.compile`` does.
-
-    Raises:
-        ArgumentError: Names the option and what looks like it.
-    """
-    others = inductor_options() if options else []
-    known = [*OWN_OPTIONS, *(others or [])]
-    for name in options:
-        if others is not None and name.replace("-", "_") not in known:
-            alike = difflib.get_close_matches(name, known)
-            hint = f"; did you mean {' or '.join(alike)}?" if alike else "."
-            raise ArgumentError(
-                f"unexpected option {name!r}: refold's own are {', '.join(OWN_OPTIONS)}, the others "
-                f"those of torch._inductor.list_options(){hint}"
-            )
-    modes = inductor_modes() if mode is not None else None
-    if modes is not None and mode not in modes:
-        raise ArgumentError(f"mode must be one of {', '.join(map(repr, modes))}, not {mode!r}")
 
 
 def check_callable(module: Any) -> None:
@@ -275,38 +223,35 @@ def compile(
         >>> scores(torch.ones(3, 8), torch.ones(5, 8)).shape
         torch.Size([3, 5])
     """
-    settings = check_settings(
-        Settings(
-            verify, accept, strict, loops, compile_budget=compile_budget, cache=cache, plan=plan, rules=rules,
-            choose=choose,
-        )
-    )  # fmt: skip
-    plan = settings.plan
-    check_inductor_options(options or {}, mode)
-    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "cache": cache, "plan": plan}
-    own |= {"compile_budget": compile_budget, "rules": settings.rules, "choose": settings.choose}
-    arguments: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode}
-    arguments["options"] = {**(options or {}), **own}
-    if module is None:
-        return lambda module: _compile(module, None, **arguments)
-    return _compile(module, None, **arguments)
+    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "compile_budget": compile_budget}
+    own |= {"cache": cache, "plan": plan, "rules": rules, "choose": choose}
+    read = Options.read({**(options or {}), **own}, mode)
+
+    def compiling(module: Callable[..., Any]) -> Any:
+        return _compile(module, None, read, fullgraph, dynamic)
+
+    return compiling if module is None else compiling(module)
 
 
 def _compile(
-    module: Callable[..., Any], report: Report | None, *, fullgraph: bool, dynamic: bool | None, mode: str | None,
-    options: Mapping[str, Any],
-) -> Any:  # fmt: skip
+    module: Callable[..., Any], report: Report | None, options: Options, fullgraph: bool, dynamic: bool | None
+) -> Any:
     check_callable(module)
     if report is None:
         report = Report(target=_name(module), environment=environment())
-    backend = _with_options(refold, {**options, "report": report}, mode)
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        return compile_graph(gm, inputs, options, report)
+
+    backend.__name__, backend.report = "refold", report  # type: ignore[attr-defined]
+    if options.loops == "capture":
+        captures_loops(backend)
     compiled = torch.compile(module, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
     # OptimizedModule forwards plain attribute writes to the user's module.
     object.__setattr__(compiled, "report", report)
     if isinstance(compiled, torch.nn.Module):
         kind: Any = type(compiled)
-        arguments = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode, "options": options}
-        object.__setattr__(compiled, "_refold_arguments", (module, report, arguments))
+        object.__setattr__(compiled, "_refold_arguments", (module, report, options, fullgraph, dynamic))
         object.__setattr__(compiled, "__class__", _copied_by_compiling(kind))
     return compiled
 
@@ -321,11 +266,7 @@ def _copied_by_compiling(kind: Any) -> Any:
 
 
 def _recipe(compiled: Any) -> tuple[Any, ...]:
-    return _compile_again, compiled._refold_arguments
-
-
-def _compile_again(module: Callable[..., Any], report: Report, arguments: Mapping[str, Any]) -> Any:
-    return _compile(module, report, **arguments)
+    return _compile, compiled._refold_arguments
 
 
 def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
@@ -365,14 +306,6 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     look.report = report
     torch.compile(module, backend=look)(*args, **kwargs)
     return report
-
-
-def _with_options(backend: Callable[..., Compiled], options: Mapping[str, Any], mode: str | None) -> Any:
-    def run(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return backend(gm, inputs, options=options, mode=mode)
-
-    run.__name__, run.report = "refold", options["report"]  # type: ignore[attr-defined]
-    return captures_loops(run) if options.get("loops") == "capture" else run
 
 
 def _name(module: Callable[..., Any]) -> str:

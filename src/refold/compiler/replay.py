@@ -21,10 +21,11 @@ from ..verify.contention import crowding
 from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place
 from .inductor import Compiled
 from .ir.rewrite import Rewrite
+from .options import Options
 from .refusals import refused
 from .session import GraphCompile, TooLong
 from .validate.program import plain
-from .validate.region import Settings, Verdict
+from .validate.region import Verdict
 
 log = logging.getLogger("refold")
 
@@ -52,7 +53,7 @@ class Replay(GraphCompile):
         self,
         gm: GraphModule,
         inputs: Sequence[Any],
-        settings: Settings,
+        options: Options,
         entry: GraphReport,
         store: Store,
         decision: GraphReport,
@@ -60,7 +61,7 @@ class Replay(GraphCompile):
         *,
         trusted: bool,
     ) -> None:
-        super().__init__(gm, inputs, dataclasses.replace(settings, accept="always"), entry, store)
+        super().__init__(gm, inputs, dataclasses.replace(options, accept="always"), entry, store)
         self.decision, self.where = copy.deepcopy(decision), where
         self.decided = {row.key: row for row in self.decision.rewrites if row.status == "applied"}
         self.refused = {row.key for row in decision.rewrites if row.status == "refused"}
@@ -83,7 +84,7 @@ class Replay(GraphCompile):
         if decision.chosen == "eager":
             return self.given
         if decision.chosen == "inductor" and decision.rewrites:
-            return plain(self.given, self.inputs, dataclasses.replace(self.settings, options=self.options), entry)
+            return plain(self.given, self.inputs, dataclasses.replace(self.options, inductor=self.inductor), entry)
         self._rewrite_before_autograd()
         eager: Callable[[], Compiled] | None = None
         try:
@@ -121,38 +122,36 @@ class Replay(GraphCompile):
 
     @property
     def _unjudged(self) -> bool:
-        return self._known or self.settings.verify == "off"
+        return self._known or self.options.verify == "off"
 
 
 class Remembering:
     """Compiles a graph as a plan says, as it was decided before, or afresh."""
 
-    def __init__(self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport) -> None:
-        self.gm, self.inputs, self.settings, self.entry = gm, inputs, settings, entry
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any], options: Options, entry: GraphReport) -> None:
+        self.gm, self.inputs, self.options, self.entry = gm, inputs, options, entry
         self.key: Key | None = None
         # Whether what a busy machine left open is decided for the second time.
         self._again = False
         try:
-            facts = {name: getattr(settings, name) for name in ("verify", "accept", "loops", "compile_budget")}
-            facts |= {"rules": [rule.digest for rule in settings.rules], "choose": settings.choices.to_dict()}
-            self.key = name_program(gm, inputs, {**facts, "options": dict(settings.options or {})})
+            self.key = name_program(gm, inputs, options.facts())
         except Unnameable as reason:
             log.info("decisions about graph %d are not stored: %s", entry.index, reason)
         entry.program = self.key.exact if self.key is not None else ""
-        self.store = Store(folder_for(settings.cache) if self.key is not None else None, place(inputs))
+        self.store = Store(folder_for(options.cache) if self.key is not None else None, place(inputs))
 
     def run(self) -> Compiled:
         """Return the program that runs from now on, and fill the report."""
         try:
-            if self.settings.plan is not None:
-                return self._planned(Plan.read(self.settings.plan))
+            if self.options.plan is not None:
+                return self._planned(Plan.read(self.options.plan))
             return self._replayed() or self._afresh()
         finally:
             self.entry.notes += [note for note in self.store.notes if note not in self.entry.notes]
 
     def _replay(self, decision: GraphReport, where: str, *, trusted: bool) -> Compiled:
         return Replay(
-            self.gm, self.inputs, self.settings, self.entry, self.store, decision, where, trusted=trusted
+            self.gm, self.inputs, self.options, self.entry, self.store, decision, where, trusted=trusted
         ).run()
 
     def _replayed(self) -> Compiled | None:
@@ -188,24 +187,24 @@ class Remembering:
             key = digest([entry.program, decision.chosen, str(decision.external_scans), *applied])
             checked = self.store.get("plan", key) is not None
             compiled = self._replay(decision, "a plan", trusted=checked)
-            if not checked and self.settings.verify != "off":
+            if not checked and self.options.verify != "off":
                 self.store.put("plan", key, True)
             return compiled
         except Misfit as misfit:
             text = f"the plan does not fit graph {entry.index}: {misfit}"
-            if self.settings.strict:
+            if self.options.strict:
                 raise PlanError(f"{text}. Make a new one with report.save(path)") from None
             warn(f"{text}; Inductor compiles it")
             entry.notes.append(refused("plan-misfit", text))
             entry.chosen, entry.reason = "inductor", "because the plan does not fit"
             for row in entry.rewrites:
                 row.status, row.reason = "refused", refused("plan-misfit", text)
-            return plain(self.gm, self.inputs, self.settings, entry)
+            return plain(self.gm, self.inputs, self.options, entry)
 
     def _afresh(self) -> Compiled:
         """Decide, and remember it."""
-        settings, lost, entry = self.settings, set[tuple[str, str]](), self.entry
-        if settings.accept == "faster" and self.key is not None:
+        options, lost, entry = self.options, set[tuple[str, str]](), self.entry
+        if options.accept == "faster" and self.key is not None:
             # A graph that takes microseconds is spared the races that it had at other sizes of the same kind.
             found = self.store.get("alike", self.key.alike)
             if found is not None:
@@ -214,10 +213,10 @@ class Remembering:
                 if before.chosen != "refold":
                     entry.chosen, entry.mode = before.chosen, before.mode
                     entry.reason = "because it was the fastest at sizes between the same powers of two"
-                    return self.gm if before.chosen == "eager" else plain(self.gm, self.inputs, settings, entry)
-                settings = dataclasses.replace(settings, accept="always")
+                    return self.gm if before.chosen == "eager" else plain(self.gm, self.inputs, options, entry)
+                options = dataclasses.replace(options, accept="always")
                 lost = {(row.name, row.source) for row in before.rewrites if row.status == "refused"}
-        session = GraphCompile(self.gm, self.inputs, settings, entry, self.store)
+        session = GraphCompile(self.gm, self.inputs, options, entry, self.store)
         session.lost = lost
         compiled = session.run()
         if session.lost_together:
@@ -225,7 +224,7 @@ class Remembering:
             before = copy.copy(entry)
             _reset(entry, before.index, before.mode, before.program)
             entry.remembered, entry.notes = before.remembered, before.notes
-            session = GraphCompile(self.gm, self.inputs, settings, entry, self.store, earlier=session)
+            session = GraphCompile(self.gm, self.inputs, options, entry, self.store, earlier=session)
             session.lost = lost
             compiled = session.run()
             entry.compile_s, entry.checks_s = entry.compile_s + before.compile_s, entry.checks_s + before.checks_s

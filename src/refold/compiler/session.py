@@ -43,6 +43,7 @@ from .ir.evaluate import values_at
 from .ir.fx import copied_graph, is_made, loop_operation
 from .ir.rewrite import Rewrite
 from .ir.source import operator_calls
+from .options import Options
 from .passes.reroll_loops import STAYS
 from .pipeline import run as run_pipeline
 from .private import TraceAgain
@@ -50,7 +51,7 @@ from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .refusals import refused
 from .validate.program import Rewritten, choose_program, compared, left_eager
-from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
+from .validate.region import Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
 
@@ -80,7 +81,7 @@ class GraphCompile:
         self,
         gm: GraphModule,
         inputs: Sequence[Any],
-        settings: Settings,
+        options: Options,
         entry: GraphReport,
         store: Store,
         *,
@@ -90,10 +91,11 @@ class GraphCompile:
         self.earlier = earlier
         # The original as Inductor compiles it, if it was.
         self.rivals: dict[str, Compiled] = {} if earlier is None else earlier.rivals
-        self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
+        self.inputs, self.options, self.entry, self.store = inputs, options, entry, store
         self.given = define_scans(scans_as_loops(gm, entry.notes), everywhere=entry.mode == "training")
         self.gm = define_scans(self.given, everywhere=True)
-        self.options = {**(settings.options or {}), **settings.choices.inductor}
+        # What Inductor compiles the rewritten graph with.
+        self.inductor = {**options.inductor, **options.choose.inductor}
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.rows: dict[str, RewriteReport] = {}
@@ -139,7 +141,7 @@ class GraphCompile:
                 return self.given
         else:
             entry.chosen = "refold"
-            if entry.applied and (self.settings.verify != "off" or self.settings.accept == "faster"):
+            if entry.applied and (self.options.verify != "off" or self.options.accept == "faster"):
                 compiled = self._last_word(compiled)
         races = [verdict.race for verdict in self.verdicts.values() if verdict.race is not None]
         entry.busy = entry.busy or next((race.busy for race in races if race.busy), "")
@@ -177,7 +179,7 @@ class GraphCompile:
     def _wrong_as_given(self, compiled: Compiled) -> str:
         """Say how Inductor's program of a graph that nothing rewrites is wrong; only PyTorch's loops are looked at."""
         kinds = [name for node in self.given.graph.nodes if (name := loop_operation(node))]
-        if not kinds or self.settings.verify == "off":
+        if not kinds or self.options.verify == "off":
             return ""
         start = time.perf_counter()
         left = Rewritten(compiled, self._repeatable, self.terms, self.gm, 0.0)
@@ -195,7 +197,7 @@ class GraphCompile:
         seconds = layer_seconds(self.operations)
         rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms, self.gm, seconds)
         try:
-            return choose_program(rewritten, self.given, self.inputs, self.settings, entry, self.rivals)
+            return choose_program(rewritten, self.given, self.inputs, self.options, entry, self.rivals)
         finally:  # what it took to compile the original is told apart
             entry.checks_s += time.perf_counter() - start - (entry.inductor_compile_s or 0.0)
 
@@ -203,7 +205,7 @@ class GraphCompile:
 
     def _wanted(self, key: str) -> bool:
         """Tell whether a rewrite may be made."""
-        return key not in self.refused and key not in self.settings.choices.skip
+        return key not in self.refused and key not in self.options.choose.skip
 
     def _note(self, key: str, rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
         """Write down a rewrite and what is known of it."""
@@ -226,11 +228,11 @@ class GraphCompile:
     @property
     def _unjudged(self) -> bool:
         """Whether rewrites are applied without a verdict."""
-        return self.settings.verify == "off" and self.settings.accept == "always"
+        return self.options.verify == "off" and self.options.accept == "always"
 
     def _repeatable(self) -> Compiled:
         """Compile the graph again, with random numbers drawn as eager draws them."""
-        self.options["fallback_random"] = True
+        self.inductor["fallback_random"] = True
         compiled = self._compile()
         if compiled is None:
             raise RuntimeError("Inductor cannot compile the graph with eager's random numbers")
@@ -278,7 +280,7 @@ class GraphCompile:
                 continue
             with torch.set_grad_enabled(self.entry.mode == "training"):
                 found = find_scan(part, call, dual)
-            self.settings.choices.tune(found.rewrite.candidate.graph)
+            self.options.choose.tune(found.rewrite.candidate.graph)
             start = time.perf_counter()
             verdict = None if self._unjudged else self._verdict(found.rewrite, path)
             self.entry.checks_s += time.perf_counter() - start
@@ -297,7 +299,7 @@ class GraphCompile:
         saved, training = Cost(), self.entry.mode == "training"
         if (tools := _tools_before_autograd(self.gm, training)) is None:
             return saved
-        if not training and (self.settings.rules or self.settings.choices.passes is not None):
+        if not training and (self.options.rules or self.options.choose.passes is not None):
             return saved  # they are for the graph as AOTAutograd gives it
         for path in parts(self.gm):
             key = ":".join(["forward", *path]) + ":"
@@ -354,13 +356,13 @@ class GraphCompile:
         """Start Inductor until every rewrite it sees has been judged; None if it cannot compile the graph."""
         while True:
             pending: list[_Pending] = []
-            facts = [repr(self.settings.choices), *(rule.digest for rule in self.settings.rules)]
+            facts = [repr(self.options.choose), *(rule.digest for rule in self.options.rules)]
             facts += [node.name for node in self.gm.graph.nodes if is_made(node)]  # they are treated otherwise
             outcome = digest([*versions(), *facts, *sorted(self.refused), str(self.external_scans)])
             hook = Hook(functools.partial(self._visit, pending), outcome, self.cached)
             log.info("compiling graph %d", self.entry.index)
             try:
-                options = {**SHARES, **self.options} if self._stands else self.options
+                options = {**SHARES, **self.inductor} if self._stands else self.inductor
                 compiled = inductor_with(self.gm, self.inputs, hook, options)
             except TraceAgain:
                 raise
@@ -393,10 +395,10 @@ class GraphCompile:
         before = graph_cost(graph.nodes)
         original = copied_graph(graph)
         notes: list[str] = []
-        rewrites = self.settings.rewrite(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
+        rewrites = self.options.rewrite(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
         add_notes(self.entry, notes)
         # All rewrites are in the graph, also those that are still to be judged: without them it is longer.
-        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
+        if inductor_seconds(len(graph.nodes)) > self.options.compile_budget:
             self._check_time(inductor_seconds(unrolled_operations(graph)))
         verdicts = [self.verdicts.get(rewrite.signature) for rewrite in rewrites]
         if not self._unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
@@ -414,7 +416,7 @@ class GraphCompile:
 
     def _check_time(self, seconds: float) -> None:
         """Raise if Inductor would take longer for unrolled loops than it may."""
-        if seconds > (budget := self.settings.compile_budget):
+        if seconds > (budget := self.options.compile_budget):
             raise TooLong(
                 f"Inductor would take about {seconds:.0f} s to compile an unrolled loop; compile_budget is {budget:g} s"
             )
@@ -448,8 +450,8 @@ class GraphCompile:
             return before
         facts = [rewrite.signature, str(rewrite.differentiated), str(rewrite.spread), str(rewrite.terms)]
         each = self.earlier is not None
-        options = json.dumps(dict(self.settings.options or {}), sort_keys=True, default=repr)
-        key = digest([*facts, self.settings.verify, self.settings.accept, options, str(each)])
+        options = json.dumps(dict(self.options.inductor), sort_keys=True, default=repr)
+        key = digest([*facts, self.options.verify, self.options.accept, options, str(each)])
         evidence = None if before is None else before.evidence
         if (found := self.store.get("region", key)) is not None:
             try:
@@ -462,7 +464,7 @@ class GraphCompile:
                 if not stored.hurried or found[1] != "the disk":
                     return stored
                 evidence = stored.evidence  # what a check found does not depend on the load; times do
-        verdict = validate_region(rewrite, actual, self.settings, each, evidence)
+        verdict = validate_region(rewrite, actual, self.options, each, evidence)
         self.store.put("region", key, dataclasses.asdict(verdict))
         return verdict
 
@@ -480,7 +482,7 @@ class GraphCompile:
             if (note := sums_are_external(error)) not in self.entry.notes:
                 self.entry.notes.append(note)
             return True
-        left_eager(error, self.gm, self.settings, self.entry)
+        left_eager(error, self.gm, self.options, self.entry)
         return False
 
 

@@ -8,10 +8,10 @@ import refold
 from refold.bench.recurrences import HEAD, RECURRENCES
 from refold.compiler.decisions import Store
 from refold.compiler.dynamo import associative_scan
+from refold.compiler.options import Options
 from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.systems import BOUNDED_SCAN
 from refold.compiler.session import GraphCompile
-from refold.compiler.validate.region import Settings
 from refold.report import GraphReport
 from support.agreement import check
 
@@ -173,7 +173,7 @@ def test_inductor_compiles_the_operation_if_nothing_replaces_it(monkeypatch):
     built, scans = [], lambda gm: [node for node in gm.graph.nodes if associative_scan.is_scan(node)]
 
     def backend(gm, inputs):
-        settings = Settings(verify="off", accept="always", cache=False)
+        settings = Options(verify="off", accept="always", cache=False)
         session = GraphCompile(gm, inputs, settings, GraphReport(index=0, mode="inference"), Store(None, ""))
         assert scans(session.given)
         assert not scans(session.gm)

@@ -16,6 +16,7 @@ import torch
 import refold
 from refold.compiler.dynamo import captures_loops, notes, to_scan
 from refold.compiler.dynamo.capture.lengths import KEEPS_SYMBOLS
+from refold.compiler.options import Options
 from refold.compiler.recurrence import reroll
 from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
@@ -558,5 +559,5 @@ def test_a_rewrite_that_is_not_used(id, rewrite, monkeypatch):
         slow(rewrite, monkeypatch)
     else:
         {"not-equal": wrong, "metadata-wrong": undescribed, "inputs-unknown": unknown}[id](rewrite)
-    verdict = region.validate_region(rewrite, None, region.Settings(verify="off" if id == "not-faster" else "quick"))
+    verdict = region.validate_region(rewrite, None, Options(verify="off" if id == "not-faster" else "quick"))
     check(id, f"{rewrite.source}: {verdict.reason}", scores)

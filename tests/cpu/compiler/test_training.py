@@ -11,9 +11,10 @@ from refold.compiler.dynamo import captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd
 from refold.compiler.engine import compile as refold_compile
 from refold.compiler.ir.captured_loop import parts
+from refold.compiler.options import Options
 from refold.compiler.session import describe_captured
 from refold.compiler.validate import program
-from refold.compiler.validate.region import Settings, validate_region
+from refold.compiler.validate.region import validate_region
 from refold.errors import RefoldWarning
 from refold.report import GraphReport, Report
 from support.tiny_lm import losses
@@ -83,7 +84,7 @@ def test_a_scan_under_autocast_is_right_by_its_check(device, request):
     losses(captures_loops(backend), checkpointed=True, autocast=torch.bfloat16, sizes=(1, 32, 32, 32, 16), steps=1)
     [scan] = [rewrite for rewrite in found if rewrite.name == "fuse chunked scan"]
     assert scan.detail.endswith("in bfloat16")
-    assert validate_region(scan, None, Settings(verify="quick", accept="always")).reason == ""
+    assert validate_region(scan, None, Options(verify="quick", accept="always")).reason == ""
 
 
 def test_a_compiled_function_is_checkpointed():

@@ -24,9 +24,10 @@ from ..inductor import Compiled, arguments, clone_inputs, first_line, inductor, 
 from ..ir.captured_loop import unrolled_size
 from ..ir.cost import Cost, calls_far_less, clearly_less
 from ..ir.source import source_line
+from ..options import Options
 from ..private import TraceAgain, apart, tree_leaves
 from ..refusals import refused
-from .region import Settings, first_times, undisturbed_rng, with_backward
+from .region import first_times, undisturbed_rng, with_backward
 from .whole import compare
 
 log = logging.getLogger("refold")
@@ -62,7 +63,7 @@ def choose_program(
     rewritten: Rewritten,
     gm: GraphModule,
     inputs: Sequence[Any],
-    settings: Settings,
+    options: Options,
     entry: GraphReport,
     compiled: dict[str, Compiled],
 ) -> Compiled:
@@ -72,14 +73,13 @@ def choose_program(
         rewritten: The rewritten graph.
         gm: The graph as it was.
         inputs: The values it was captured with; copies of them are used.
-        settings: What to require, and the options for Inductor.
+        options: What to require, and the options for Inductor.
         entry: The report to write into.
         compiled: The original as Inductor compiled it, if it did; gets it otherwise.
 
     Returns:
         What is to run: the fastest of the three, and never the rewritten graph if it differs from the original.
     """
-    options = dict(settings.options or {})
     originals: dict[str, Compiled] = {}
     if 2 * max(row.largest_before for row in entry.applied) < available_bytes(_device(inputs)):
         originals["eager"] = gm
@@ -90,16 +90,16 @@ def choose_program(
     costly = rewritten.original_s > ORIGINAL_S and clearly_less(*_costs(entry), CLEARLY)
     if "eager" in originals and unrolled:
         entry.notes.append(f"torch.compile was not timed: compiling the unrolled loop would take about {seconds:.0f} s")
-    elif (settings.accept == "faster" and (compiled or not costly)) or not originals:
+    elif (options.accept == "faster" and (compiled or not costly)) or not originals:
         _add_plain(originals, gm, inputs, options, entry, compiled)
     why = "graph-slower"
-    if settings.verify != "off" and (reason := compared(rewritten, gm, originals, inputs, options, entry)):
+    if options.verify != "off" and (reason := compared(rewritten, gm, originals, inputs, options, entry)):
         # An unrolled loop of that length takes Inductor minutes.
         entry.chosen = "eager" if unrolled and "eager" in originals else "inductor"
         entry.reason = f"because the rewritten graph {reason}"
         why = "graph-differs"
         log.warning("refold: graph %d: %s runs, %s", entry.index, entry.runs, entry.reason)
-    elif settings.accept == "faster":
+    elif options.accept == "faster":
         spared = costly and not unrolled and "torch.compile" not in originals
         add = functools.partial(_add_plain, originals, gm, inputs, options, entry, compiled) if spared else None
         _time_all(rewritten, gm, originals, inputs, entry, add, peaks=not unrolled)
@@ -107,33 +107,33 @@ def choose_program(
         return rewritten.run
     for row in entry.applied:
         row.status, row.reason = "refused", refused(why, entry.reason.removeprefix("because "))
-    return gm if entry.chosen == "eager" else plain(gm, inputs, settings, entry)
+    return gm if entry.chosen == "eager" else plain(gm, inputs, options, entry)
 
 
-def plain(gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport) -> Compiled:
+def plain(gm: GraphModule, inputs: Sequence[Any], options: Options, entry: GraphReport) -> Compiled:
     """Compile a graph without rewrites; where Inductor cannot, it runs eagerly, and the report says why.
 
     Raises:
         Exception: Inductor's own, if ``strict`` is set.
     """
     try:
-        return inductor(gm, inputs, options=dict(settings.options or {}), notes=entry.notes)
+        return inductor(gm, inputs, options=options.inductor, notes=entry.notes)
     except TraceAgain:
         raise
     except Exception as error:  # Inductor's failures have no common type
-        left_eager(error, gm, settings, entry)
+        left_eager(error, gm, options, entry)
         entry.chosen, entry.reason = "eager", f"because Inductor failed: {first_line(error)}"
         return gm
 
 
-def left_eager(error: Exception, gm: GraphModule, settings: Settings, entry: GraphReport) -> None:
+def left_eager(error: Exception, gm: GraphModule, options: Options, entry: GraphReport) -> None:
     """Say that a graph that Inductor cannot compile runs eagerly.
 
     Raises:
         CompileError: ``strict`` is set.
     """
     what, hint = first_line(error), _values_decide(error, gm)
-    if settings.strict:
+    if options.strict:
         after = f", after the rewritten graph was left {entry.reason}" if entry.reason else ""
         raise CompileError(f"Inductor cannot compile graph {entry.index} ({what}){after}{hint}") from error
     warn(f"Inductor failed on this graph ({what}); it runs eagerly{hint}")
@@ -170,7 +170,7 @@ def compared(
     gm: GraphModule,
     originals: dict[str, Compiled],
     inputs: Sequence[Any],
-    options: dict[str, Any],
+    options: Options,
     entry: GraphReport,
 ) -> str:
     """Compare a program with the original, and record it; return what is wrong with it."""
@@ -178,7 +178,7 @@ def compared(
     own = next(iter(originals.values()), None)
 
     def control() -> Compiled:
-        return inductor(gm, inputs, options={**options, "fallback_random": True})
+        return inductor(gm, inputs, options={**options.inductor, "fallback_random": True})
 
     with undisturbed_rng(), apart():
         found = compare(rewritten.run, gm, own, inputs, rewritten.terms, rewritten.repeatable, control)
@@ -299,7 +299,7 @@ def _add_plain(
     originals: dict[str, Compiled],
     gm: GraphModule,
     inputs: Sequence[Any],
-    options: dict[str, Any],
+    options: Options,
     entry: GraphReport,
     compiled: dict[str, Compiled],
 ) -> None:
@@ -312,7 +312,7 @@ def _add_plain(
     try:
         # With symbolic sizes the baseline must be compiled for them too, in the context that knows them.
         dynamic = any(isinstance(x, torch.SymInt) for x in inputs)
-        run = (inductor if dynamic else standalone)(gm, inputs, options=options, notes=entry.notes)
+        run = (inductor if dynamic else standalone)(gm, inputs, options=options.inductor, notes=entry.notes)
         with undisturbed_rng(), apart():
             _trial(run, inputs)()
         originals["torch.compile"] = compiled["torch.compile"] = run

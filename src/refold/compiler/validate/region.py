@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ...report.text import between
@@ -19,8 +19,6 @@ from ...verify import Evidence, KindResult, Program, Race, check, profile, race
 from ...verify.memory import available_bytes
 from ...verify.numerics import in_strides
 from ...verify.timing import DELTA, LOOKS, once_ms
-from .. import pipeline
-from ..choices import Choices
 from ..compile_time import RIVAL_S, inductor_seconds
 from ..inductor import duplicate, standalone
 from ..ir.builder import same_strides
@@ -28,6 +26,7 @@ from ..ir.cost import calls_far_less, clearly_less, computing, concrete, graph_c
 from ..ir.evaluate import evaluate, with_gradients
 from ..ir.metadata import stale
 from ..ir.rewrite import Rewrite
+from ..options import Options
 from ..refusals import refused
 
 log = logging.getLogger("refold")
@@ -36,49 +35,6 @@ log = logging.getLogger("refold")
 TIMING_BUDGET_S = 5.0
 # Inductor takes seconds for a region of more operations than these.
 FEW_OPERATIONS = 8
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How careful to be.
-
-    Attributes:
-        verify: ``quick`` checks each rewrite against float64; ``off`` trusts the algebra.
-        accept: ``faster`` keeps only what is measured to be faster; ``always`` keeps all that is right.
-        strict: Raise refold's own errors instead of falling back with a warning.
-        loops: ``capture`` traces the body of a long loop once; ``unroll`` lets Dynamo execute every step.
-        options: Options passed on to Inductor.
-        compile_budget: How many seconds Inductor may take, as estimated, for loops that cannot be rewritten.
-        cache: Where decisions are kept: True for the default folder, False for nowhere, or a folder.
-        plan: Decisions to replay: a report, its data, or a file.
-        rules: Rewrites that others found: rules, files or folders of them.
-        choose: What is chosen of the compile from outside.
-    """
-
-    verify: str = "quick"
-    accept: str = "faster"
-    strict: bool = False
-    loops: str = "capture"
-    options: Mapping[str, Any] | None = None
-    compile_budget: float = 60.0
-    cache: Any = True
-    plan: Any = None
-    rules: Any = ()
-    choose: Any = None
-
-    @property
-    def choices(self) -> Choices:
-        """What is chosen, as `check_settings` read it."""
-        return self.choose or Choices()
-
-    def rewrite(self, graph: Graph, wanted: Callable[[str], bool], notes: list[str] | None = None) -> list[Rewrite]:
-        """Run the passes and rules that these settings name over a graph, in place."""
-        choices = self.choices
-        passes = pipeline.passes_of(pipeline.Stage.JOINT, choices.passes)
-        made = pipeline.run(graph, wanted, notes, passes, rules=self.rules)
-        for each in (graph, *(rewrite.candidate.graph for rewrite in made)):
-            choices.tune(each)
-        return made
 
 
 @dataclass
@@ -121,7 +77,7 @@ class Verdict:
 def validate_region(
     rewrite: Rewrite,
     actual: Sequence[Any] | None,
-    settings: Settings,
+    options: Options,
     each: bool = False,
     evidence: Evidence | None = None,
 ) -> Verdict:
@@ -130,7 +86,7 @@ def validate_region(
     Args:
         rewrite: The rewrite.
         actual: Its inputs as the user's data makes them; None if they could not be had.
-        settings: What to require.
+        options: What to require.
         each: Whether it is timed alone even if Inductor takes seconds to compile it for that.
         evidence: What a check of it found before; None if it was not checked.
     """
@@ -145,7 +101,7 @@ def validate_region(
     results = rewrite.original.graph.output_node().all_input_nodes  # where a region of constants computes
     device = next(x.device for x in (*like, *(node.meta.get("val") for node in results)) if isinstance(x, torch.Tensor))
     with torch.autocast(device.type, enabled=False):  # the user's, which may be active, is in the graph already
-        return _decided(verdict, rewrite, actual, like, device, settings, each)
+        return _decided(verdict, rewrite, actual, like, device, options, each)
 
 
 def _decided(
@@ -154,10 +110,10 @@ def _decided(
     actual: Sequence[Any] | None,
     like: list[Any],
     device: torch.device,
-    settings: Settings,
+    options: Options,
     each: bool,
 ) -> Verdict:
-    if settings.verify == "quick" and verdict.evidence is None:
+    if options.verify == "quick" and verdict.evidence is None:
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
         if reason := _misdescribed(rewrite):
@@ -183,8 +139,8 @@ def _decided(
             verdict.reason = refused("not-equal", f"not equal to the original: {verdict.evidence.reason}")
             return verdict
     _profile(rewrite, like, device)
-    if settings.accept == "faster" and rewrite.timed_alone:
-        baseline = _baseline(rewrite, settings)
+    if options.accept == "faster" and rewrite.timed_alone:
+        baseline = _baseline(rewrite, options)
         if (
             baseline is not None
             and device.type == "cpu"
@@ -200,7 +156,7 @@ def _decided(
         log.info("comparing the time of %s with the original", rewrite.site)
         # A tie refuses no rewrite of a small region, and few pairs say whether it is clearly slower.
         looks = LOOKS[:1] if baseline is None and not each else LOOKS
-        verdict.race, verdict.original_by = _time(rewrite, baseline, like, device, settings, looks)
+        verdict.race, verdict.original_by = _time(rewrite, baseline, like, device, options, looks)
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race
         # is generous to the original. What it cannot decide, the race of the whole graph will, unless
         # this rewrite stands in the way of others.
@@ -305,7 +261,7 @@ def _time(
     baseline: GraphModule | None,
     inputs: Sequence[Any],
     device: torch.device,
-    settings: Settings,
+    options: Options,
     looks: Sequence[int],
 ) -> tuple[Race, str]:
     """Race the region against the fastest of its eager and compiled original, and what other rewrites make of it.
@@ -314,7 +270,7 @@ def _time(
     takes Inductor longest. Other rewrites are made after autograd, and have no backward. Without them, what is
     differentiated is timed with its backward.
     """
-    options = dict(settings.options or {})
+    inductor = dict(options.inductor)
     originals: dict[str, Callable[[], object]] = {}
     needed = rewrite.differentiated if baseline is None else ()
     if any(needed):
@@ -322,14 +278,14 @@ def _time(
     with torch.set_grad_enabled(any(needed)):
         if fits(rewrite.original, device):
             originals["eager"] = with_backward(lambda: rewrite.original(*inputs), inputs)
-        otherwise = None if baseline is None else compile_or_none(baseline, inputs, options)
+        otherwise = None if baseline is None else compile_or_none(baseline, inputs, inductor)
         if otherwise is not None:
             originals["its other rewrites"] = lambda: otherwise(*inputs)
         elif inductor_seconds(rewrite.size) <= RIVAL_S and not (originals and _one_library_call(rewrite.original)):
-            compiled = compile_or_none(rewrite.original, inputs, options)
+            compiled = compile_or_none(rewrite.original, inputs, inductor)
             if compiled is not None:
                 originals["torch.compile"] = with_backward(lambda: compiled(*inputs), inputs)
-        fast = None if _one_library_call(rewrite.candidate) else compile_or_none(rewrite.candidate, inputs, options)
+        fast = None if _one_library_call(rewrite.candidate) else compile_or_none(rewrite.candidate, inputs, inductor)
         ours = rewrite.candidate if fast is None else fast
         run = with_backward(lambda: ours(*inputs), inputs)
         run()
@@ -348,7 +304,7 @@ def _one_library_call(gm: GraphModule) -> bool:
     )
 
 
-def _baseline(rewrite: Rewrite, settings: Settings) -> GraphModule | None:
+def _baseline(rewrite: Rewrite, options: Options) -> GraphModule | None:
     """Return what the pipeline makes of the region without this rewrite; None if nothing."""
     if inductor_seconds(len(rewrite.original.graph.nodes)) > RIVAL_S:
         return None
@@ -358,7 +314,7 @@ def _baseline(rewrite: Rewrite, settings: Settings) -> GraphModule | None:
     (root,) = twin.graph.output_node().all_input_nodes
     _, colon, rule = rewrite.site.partition(":")
     site = f"{root.name}:{rule}" if colon else root.name
-    return twin if settings.rewrite(twin.graph, lambda other: other != site) else None
+    return twin if options.rewrite(twin.graph, lambda other: other != site) else None
 
 
 def compile_or_none(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:

@@ -19,10 +19,11 @@ from refold.compiler.dynamo.before_autograd import BeforeAutograd, find_rewrites
 from refold.compiler.dynamo.body import to_aten
 from refold.compiler.inductor import clone_inputs
 from refold.compiler.ir.evaluate import values_at
+from refold.compiler.options import Options
 from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutions, replace_gated_norms
 from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
-from refold.compiler.validate.region import Settings, validate_region
+from refold.compiler.validate.region import validate_region
 from refold.ops.spec import LARGEST_FLOAT
 from refold.ops.torch.registry import Operation
 from refold.report import GraphReport
@@ -174,13 +175,13 @@ def test_steps_that_are_nowhere_negative_are_said_to_be_so(apart):
     (scan,) = rewrite.candidate.graph.find_nodes(op="call_function", target=torch.ops.refold.ssd.default)
     assert list(scan.args[11]) == [0.0, LARGEST_FLOAT]
     # Inputs that are divided by small steps lose digits of their gradients: that may be refused.
-    assert apart or validate_region(rewrite, actual, Settings(accept="always")).reason == ""
+    assert apart or validate_region(rewrite, actual, Options(accept="always")).reason == ""
 
 
 def test_the_check_takes_gradients(monkeypatch):
     """A planted bug: steps are clipped, which changes gradients more than results."""
     monkeypatch.setattr(fuse_chunked_scans, "step_limits", lambda steps: (0.3, torch.inf))
-    assert "not equal" in validate_region(*found_in(stepped, *step_inputs()), Settings(accept="always")).reason
+    assert "not equal" in validate_region(*found_in(stepped, *step_inputs()), Options(accept="always")).reason
 
 
 def detached_decays(x, a, B, C):
@@ -536,7 +537,7 @@ def test_a_planted_bug_in_a_norm_is_refused(bug, monkeypatch, operators_pay):
     monkeypatch.setattr(replace_gated_norms, "NORM", Changed(replace_gated_norms.NORM.spec, bug))
     rewrite, actual = found_in(partial(normed, norm=textbook), *differentiable(*args))
     assert rewrite.name == NORM
-    assert "not equal" in validate_region(rewrite, actual, Settings(accept="always")).reason
+    assert "not equal" in validate_region(rewrite, actual, Options(accept="always")).reason
 
 
 def test_a_forgotten_silu_is_refused(monkeypatch, operators_pay):
@@ -545,7 +546,7 @@ def test_a_forgotten_silu_is_refused(monkeypatch, operators_pay):
     monkeypatch.setattr(replace_causal_convolutions, "CONVOLUTION", convolution)
     rewrite, actual = found_in(partial(convolved, after=F.silu, stop=9), *args)
     assert rewrite.name == CONVOLUTION
-    assert "not equal" in validate_region(rewrite, actual, Settings(accept="always")).reason
+    assert "not equal" in validate_region(rewrite, actual, Options(accept="always")).reason
 
 
 def test_a_planted_bug_in_a_convolution_is_refused(monkeypatch, operators_pay):
@@ -553,7 +554,7 @@ def test_a_planted_bug_in_a_convolution_is_refused(monkeypatch, operators_pay):
     args = differentiable(torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))
     rewrite, actual = found_in(lambda *a: convolved(*a, after=lambda y: y[..., 2:].mT), *args)
     assert rewrite.name == CONVOLUTION
-    assert "not equal" in validate_region(rewrite, actual, Settings(accept="always")).reason
+    assert "not equal" in validate_region(rewrite, actual, Options(accept="always")).reason
 
 
 def test_a_scan_that_was_widened_runs_in_16_bits():

@@ -7,11 +7,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from refold.compiler.ir.builder import Builder
 from refold.compiler.ir.metadata import refresh, stale, substitute
 from refold.compiler.ir.rewrite import replace_node
+from refold.compiler.options import Options
 from refold.compiler.recurrence import gated_chunks
-from refold.compiler.validate.region import Settings, validate_region
+from refold.compiler.validate.region import validate_region
 
 aten = torch.ops.aten
-ALWAYS = Settings(accept="always")
+ALWAYS = Options(accept="always")
 
 
 def traced(fn, *inputs):

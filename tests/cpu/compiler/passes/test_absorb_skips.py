@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from refold import ops
+from refold.compiler.options import Options
 from refold.compiler.passes import absorb_skips
-from refold.compiler.validate.region import Settings, validate_region
+from refold.compiler.validate.region import validate_region
 from refold.verify.numerics import unit_roundoff
 from support.chunked import BATCH, CHANNELS, HEADS, Listing, inputs, repeat_groups
 
@@ -192,4 +193,4 @@ def test_planted_bugs_are_refused(rewritten, monkeypatch, bug):
     skip = FOUND["plain"]
     outcome = rewritten(lambda x, dt, A, B, C, D, z: skip(scan(x, dt, A, B, C), x, D, z), *arguments())
     (rewrite,) = outcome.rewrites
-    assert "not equal" in validate_region(rewrite, None, Settings(accept="always")).reason
+    assert "not equal" in validate_region(rewrite, None, Options(accept="always")).reason

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import refold
+from refold.compiler.options import Options
 from refold.compiler.recurrence import narrowing
-from refold.compiler.validate.region import Settings, validate_region
+from refold.compiler.validate.region import validate_region
 from support.trained import trained
 from support.trial import no_code
 
@@ -165,7 +166,7 @@ def test_a_planted_bug_is_refused(rewritten, monkeypatch):
     assert rewrite.name == NAME
     found = {n.name: n.meta["val"] for n in rewrite.original.graph.find_nodes(op="placeholder")}
     made = [torch.randn(x.shape).to(x.dtype) for x in found.values()]
-    assert "not equal" in validate_region(rewrite, made, Settings(accept="always")).reason
+    assert "not equal" in validate_region(rewrite, made, Options(accept="always")).reason
 
 
 def test_own_calls_stay_as_they_are_written(rewritten):
