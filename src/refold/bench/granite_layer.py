@@ -74,7 +74,12 @@ def compared(program: Program, others: dict[str, Program], inputs: list[torch.Te
         first_call_s = time.perf_counter() - start
         graph = compiled.report.graphs[0]
         kernels = dict(graph.kernels)
-        programs = {"eager": program, "torch.compile": torch.compile(program), "refold": compiled, **others}
+        programs: dict[str, Program] = {
+            "eager": program,
+            "torch.compile": torch.compile(program),
+            "refold": compiled,
+            **others,
+        }
         row: Row = {"first_call_s": first_call_s, "errors": {}, "not_run": {}}
         runs: dict[str, Callable[[], object]] = {}
         expected = program(*inputs).double()

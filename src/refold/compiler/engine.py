@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from os import PathLike
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -161,6 +161,51 @@ def check_callable(module: Any) -> None:
         raise ArgumentError(f"module must be a torch.nn.Module or a function, not {type(module).__name__}")
 
 
+P = ParamSpec("P")
+K = ParamSpec("K")
+R = TypeVar("R")
+Out = TypeVar("Out", covariant=True)
+
+
+class CompiledFunction(Protocol[P, Out]):
+    """For type checkers: a compiled function has the signature that it had, and a report."""
+
+    report: Report
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
+        """Run the compiled program."""
+        ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Out]:
+        """Bind it as a method."""
+        ...
+
+
+class Decorator(Protocol):
+    """For type checkers: what `compile` returns without a module."""
+
+    @overload
+    def __call__(self, module: torch.nn.Module) -> Any: ...
+    @overload
+    def __call__(self, module: Callable[P, R]) -> CompiledFunction[P, R]: ...
+
+
+class Compile(Protocol[K]):
+    """For type checkers: `compile` with a module or a function, or without."""
+
+    @overload
+    def __call__(self, module: torch.nn.Module, *args: K.args, **kwargs: K.kwargs) -> Any: ...
+    @overload
+    def __call__(self, module: Callable[P, R], *args: K.args, **kwargs: K.kwargs) -> CompiledFunction[P, R]: ...
+    @overload
+    def __call__(self, module: None = None, *args: K.args, **kwargs: K.kwargs) -> Decorator: ...
+
+
+def _typed(function: Callable[Concatenate[Callable[..., Any] | None, K], Any]) -> Compile[K]:
+    return function  # type: ignore[return-value]
+
+
+@_typed
 def compile(
     module: Callable[..., Any] | None = None,
     *,

@@ -6,10 +6,28 @@ The framework follows from the module of an array's type. So finding it imports 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from refold.errors import ArgumentError, DtypeError
 from refold.ops.spec import ArrayMeta, Meta, OpSpec, dtype_name
+
+
+class AnyArray(Protocol):
+    """What a torch, jax or numpy array has: how type checkers tell one from a number or a list."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the elements."""
+        ...
+
+
+# One kind of array: the arguments of a call have it, and so have its results.
+Array = TypeVar("Array", bound=AnyArray)
 
 _FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "numpy": "numpy"}
 _FRAMEWORK_OF_TYPE: dict[type, str | None] = {}

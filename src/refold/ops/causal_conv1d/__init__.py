@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from refold.ops.arrays import AnyArray, Array
 from refold.ops.causal_conv1d.spec import SPEC, STEP
 from refold.ops.dispatch import call, call_in_place
 
@@ -11,15 +10,15 @@ __all__ = ["causal_conv1d", "causal_conv1d_step", "causal_conv1d_step_"]
 
 
 def causal_conv1d(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
     *,
     activation: str | None = None,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
+    initial_state: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Compute a causal depthwise convolution along time.
 
     Per batch row and channel, with x[-1], x[-2], ... taken from initial_state::
@@ -64,8 +63,14 @@ def causal_conv1d(
 
 
 def causal_conv1d_step(
-    x: Any, weight: Any, state: Any, bias: Any = None, *, activation: str | None = None, backend: str | None = None
-) -> tuple[Any, Any]:
+    x: Array,
+    weight: Array,
+    state: Array,
+    bias: Array | None = None,
+    *,
+    activation: str | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array]:
     """One token of `causal_conv1d`, or a few.
 
     Args:
@@ -93,7 +98,13 @@ def causal_conv1d_step(
 
 
 def causal_conv1d_step_(
-    x: Any, weight: Any, state: Any, bias: Any = None, *, activation: str | None = None, backend: str | None = None
-) -> tuple[Any, Any]:
+    x: Array,
+    weight: Array,
+    state: Array,
+    bias: Array | None = None,
+    *,
+    activation: str | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array]:
     """Compute `causal_conv1d_step`, overwrite ``state`` with the new state, and return it. There is no gradient."""
     return call_in_place(STEP, (x, weight, state, bias), (activation,), backend), state

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from refold.ops.arrays import AnyArray, Array
 from refold.ops.delta_rule.spec import SPEC, STEP
 from refold.ops.dispatch import call, call_in_place
 
@@ -11,17 +10,17 @@ __all__ = ["delta_rule", "delta_rule_step", "delta_rule_step_"]
 
 
 def delta_rule(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    g: Any = None,
-    beta: Any = None,
-    r: Any = None,
-    A_log: Any = None,
-    dt_bias: Any = None,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
+    g: Array | None = None,
+    beta: Array | None = None,
+    r: Array | None = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     scale: float | None = None,
     normalize: bool = False,
     lower_bound: float | None = None,
@@ -29,7 +28,7 @@ def delta_rule(
     erase: bool = True,
     chunk_size: int | None = None,
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Compute the delta rule, with or without decay, and its linear relatives.
 
     Per batch row and head, with state S of shape (n, p) and S[-1] = initial_state::
@@ -107,23 +106,23 @@ def delta_rule(
 
 
 def delta_rule_step(
-    q: Any,
-    k: Any,
-    v: Any,
-    state: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    state: Array,
     *,
-    g: Any = None,
-    beta: Any = None,
-    r: Any = None,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    g: Array | None = None,
+    beta: Array | None = None,
+    r: Array | None = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     scale: float | None = None,
     normalize: bool = False,
     lower_bound: float | None = None,
     beta_limit: float | None = None,
     erase: bool = True,
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """One token of `delta_rule`, or a few.
 
     Computes exactly what `delta_rule` computes with ``initial_state=state``, so that decoding agrees with prefill.
@@ -164,23 +163,23 @@ def delta_rule_step(
 
 
 def delta_rule_step_(
-    q: Any,
-    k: Any,
-    v: Any,
-    state: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    state: Array,
     *,
-    g: Any = None,
-    beta: Any = None,
-    r: Any = None,
-    A_log: Any = None,
-    dt_bias: Any = None,
+    g: Array | None = None,
+    beta: Array | None = None,
+    r: Array | None = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
     scale: float | None = None,
     normalize: bool = False,
     lower_bound: float | None = None,
     beta_limit: float | None = None,
     erase: bool = True,
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Compute `delta_rule_step`, overwrite ``state`` with the new state, and return it. There is no gradient.
 
     A state of any strides is updated where it lies: one that is stored as (p, n) is passed as a transposed view.

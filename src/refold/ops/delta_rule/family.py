@@ -7,21 +7,21 @@ belongs to the first write of a token, the query to the last.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, TypedDict, Unpack
+from typing import Any, Generic, TypedDict, Unpack
 
 from refold.errors import ShapeError
-from refold.ops.arrays import framework_of_type
+from refold.ops.arrays import Array, framework_of_type
 from refold.ops.delta_rule import delta_rule
 
 __all__ = ["delta_product", "gated_delta_rule", "gla", "kda", "rwkv7"]
 
 
-class Options(TypedDict, total=False):
+class Options(TypedDict, Generic[Array], total=False):
     """The arguments of `refold.ops.delta_rule` that the layers of the family leave as they are."""
 
-    A_log: Any
-    dt_bias: Any
-    initial_state: Any
+    A_log: Array
+    dt_bias: Array
+    initial_state: Array
     cu_seqlens: Any
     scale: float | None
     normalize: bool
@@ -31,7 +31,9 @@ class Options(TypedDict, total=False):
     backend: str | None
 
 
-def gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Unpack[Options]) -> tuple[Any, Any]:
+def gated_delta_rule(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[Options[Array]]
+) -> tuple[Array, Array]:
     """Compute the gated delta rule of gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-hybrid).
 
     ``S = exp(g) S; S = S + k ⊗ beta (v - Sᵀk); y = scale Sᵀq``, with one decay per head.
@@ -65,7 +67,7 @@ def gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Unpac
     return delta_rule(q, k, v, g=g, beta=beta, **options)
 
 
-def kda(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Unpack[Options]) -> tuple[Any, Any]:
+def kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[Options[Array]]) -> tuple[Array, Array]:
     """Compute Kimi delta attention: the gated delta rule with one decay per key.
 
     Args:
@@ -97,7 +99,7 @@ def kda(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Unpack[Options]) -
     return delta_rule(q, k, v, g=g, beta=beta, **options)
 
 
-def gla(q: Any, k: Any, v: Any, g: Any = None, **options: Unpack[Options]) -> tuple[Any, Any]:
+def gla(q: Array, k: Array, v: Array, g: Array | None = None, **options: Unpack[Options[Array]]) -> tuple[Array, Array]:
     """Compute gated linear attention: ``S = exp(g) S + k ⊗ v; y = scale Sᵀq``; nothing is erased.
 
     Args:
@@ -123,7 +125,9 @@ def gla(q: Any, k: Any, v: Any, g: Any = None, **options: Unpack[Options]) -> tu
     return delta_rule(q, k, v, g=g, erase=False, **options)
 
 
-def delta_product(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Unpack[Options]) -> tuple[Any, Any]:
+def delta_product(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[Options[Array]]
+) -> tuple[Array, Array]:
     """Compute DeltaProduct: m delta rules per token, one after the other, and one query after the last.
 
     Args:
@@ -163,7 +167,9 @@ def delta_product(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Unpack[O
     return _last(writes, *delta_rule(q, k, v, g=g, beta=beta, **_longer(options, writes)))
 
 
-def rwkv7(q: Any, w: Any, k: Any, v: Any, a: Any, b: Any, **options: Unpack[Options]) -> tuple[Any, Any]:
+def rwkv7(
+    q: Array, w: Array, k: Array, v: Array, a: Array, b: Array, **options: Unpack[Options[Array]]
+) -> tuple[Array, Array]:
     """Compute the recurrence of RWKV-7, the diagonal plus a matrix of rank one, with an unconditional write.
 
     ``S[t] = exp(w[t]) S[t-1] + b[t] ⊗ (S[t-1]ᵀ a[t]) + k[t] ⊗ v[t]; y[t] = scale S[t]ᵀ q[t]``. That is a delta rule
@@ -193,7 +199,7 @@ def rwkv7(q: Any, w: Any, k: Any, v: Any, a: Any, b: Any, **options: Unpack[Opti
         ((1, 9, 2, 4), (1, 2, 4, 4))
     """
     xp = _namespace(k)
-    read = _spread(-a * xp.exp(-w), 1, before=False)
+    read = _spread(xp.negative(a) * xp.exp(xp.negative(w)), 1, before=False)
     keys, values = _interleave(b, k), _spread(v, 1, before=True)
     q, w = _spread(q, 1, before=True), _spread(w, 1, before=False)
     options.setdefault("scale", 1.0)
@@ -225,7 +231,7 @@ def _spread(array: Any, zeros: int, before: bool) -> Any:
     return _interleave(*(none if before else []), array, *([] if before else none))
 
 
-def _longer(options: Options, writes: int) -> Options:
+def _longer(options: Options[Array], writes: int) -> Options[Array]:
     """Count offsets in writes."""
     offsets = options.get("cu_seqlens")
     return options if offsets is None else {**options, "cu_seqlens": offsets * writes}

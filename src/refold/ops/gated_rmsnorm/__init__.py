@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from refold.ops.arrays import Array
 from refold.ops.dispatch import call
 from refold.ops.gated_rmsnorm.spec import SPEC
 
@@ -11,15 +10,15 @@ __all__ = ["gated_rmsnorm"]
 
 
 def gated_rmsnorm(
-    x: Any,
-    z: Any,
-    weight: Any,
+    x: Array,
+    z: Array | None,
+    weight: Array,
     *,
     eps: float,
     group_size: int | None = None,
     norm_before_gate: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> Array:
     """Compute an RMS norm with a gate.
 
     Over each group of ``group_size`` channels::

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from refold.ops.arrays import AnyArray, Array
 from refold.ops.dispatch import call
 from refold.ops.linear_scan.spec import SPEC
 
@@ -11,15 +10,15 @@ __all__ = ["linear_scan"]
 
 
 def linear_scan(
-    a: Any,
-    x: Any,
+    a: Array,
+    x: Array,
     *,
-    initial_state: Any = None,
+    initial_state: Array | None = None,
     reverse: bool = False,
-    cu_seqlens: Any = None,
-    reset: Any = None,
+    cu_seqlens: AnyArray | None = None,
+    reset: AnyArray | None = None,
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Compute an elementwise linear recurrence along axis 1.
 
     With h[-1] = initial_state::

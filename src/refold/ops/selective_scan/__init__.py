@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from refold.ops.arrays import AnyArray, Array
 from refold.ops.dispatch import call, call_in_place
 from refold.ops.selective_scan.spec import SPEC, STEP
 
@@ -11,22 +12,22 @@ __all__ = ["selective_scan", "selective_scan_step", "selective_scan_step_"]
 
 
 def selective_scan(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
-    decay: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
+    decay: Array | None = None,
     dt_softplus: bool = False,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
+    initial_state: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     state_dtype: Any = None,
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Compute the selective scan of Mamba-1, with real A.
 
     Per batch row and channel, with state h of n numbers and h[-1] = initial_state::
@@ -82,20 +83,20 @@ def selective_scan(
 
 
 def selective_scan_step(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    state: Any,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    state: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
-    decay: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
+    decay: Array | None = None,
     dt_softplus: bool = False,
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """One token of `selective_scan`, or a few.
 
     Args:
@@ -131,19 +132,19 @@ def selective_scan_step(
 
 
 def selective_scan_step_(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    state: Any,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    state: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
-    decay: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
+    decay: Array | None = None,
     dt_softplus: bool = False,
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Compute `selective_scan_step`, overwrite ``state`` with the new state, and return it. There is no gradient."""
     return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias, decay), (dt_softplus,), backend), state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from refold.ops.arrays import AnyArray, Array
 from refold.ops.dispatch import call, call_in_place
 from refold.ops.ssd.spec import SPEC, STEP
 
@@ -12,23 +13,23 @@ __all__ = ["ssd", "ssd_step", "ssd_step_"]
 
 
 def ssd(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
+    initial_state: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     chunk_size: int | None = None,
     state_dtype: Any = None,
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Compute the state space dual scan of Mamba-2.
 
     Per batch row and head, with state S of shape (p, n) and S[-1] = initial_state::
@@ -89,20 +90,20 @@ def ssd(
 
 
 def ssd_step(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    state: Any,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    state: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """One token of `ssd`, or a few.
 
     Computes exactly what `ssd` computes with ``initial_state=state``, limits included, so that decoding agrees with
@@ -141,19 +142,19 @@ def ssd_step(
 
 
 def ssd_step_(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    state: Any,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    state: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     backend: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Compute `ssd_step`, overwrite ``state`` with the new state, and return it. There is no gradient."""
     return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus, dt_limit), backend), state
