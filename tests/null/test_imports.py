@@ -25,7 +25,7 @@ ORDER = [
     ["models"],
     ["generate"],
     ["compat"],
-    ["integrations"],
+    ["integrations", "engines"],
     ["targets", "doctor", "audit"],
     ["propose"],
     ["bench"],

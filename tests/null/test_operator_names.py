@@ -8,7 +8,10 @@ import pytest
 from refold.ops.spec import all_specs, operators
 
 ROOT = Path(__file__).parents[2]
-OWN = (*(f"src/refold/ops/{name}/" for name in operators()), "src/refold/integrations/", "src/refold/compat/")
+OWN = (
+    *(f"src/refold/ops/{name}/" for name in operators()),
+    *(f"src/refold/{room}/" for room in ("integrations", "compat", "engines")),
+)
 """Folders of operators, and those that translate from other packages."""
 REASONS = {
     "src/refold/ops/__init__.py": "public functions are listed, for type checkers and editors",

@@ -49,17 +49,22 @@ class Slots:
         return cls(source.long(), target.long(), used & ~absent, absent)
 
     def update(self, state: Tensor, step: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """Run ``step(rows of state) -> (y, new rows)`` on the slots, write the new rows, and return ``y``.
+        """Run ``step(rows of state) -> (y, new rows)`` on the slots, write the new rows, and return ``y``."""
+        y, after = step(self.read(state))
+        self.write(state, after)
+        return torch.where(_wide(self.valid, y), y, _wide(torch.where(self.absent, torch.nan, 0.0), y).to(y.dtype))
 
-        Nothing here waits for a GPU. A row of padding writes what some other row writes, and to the same place.
-        """
+    def read(self, state: Tensor) -> Tensor:
+        """Return the rows of ``state``. Nothing here waits for a GPU."""
         rows = state.index_select(0, torch.where(self.valid, self.source, 0))
-        y, after = step(torch.where(_wide(self.valid, rows), rows, 0))
+        return torch.where(_wide(self.valid, rows), rows, 0)
+
+    def write(self, state: Tensor, after: Tensor) -> None:
+        """Write new rows. A row of padding writes what some other row writes, and to the same place."""
         other, some = self.valid.int().argmax(), self.valid.any()  # a valid row, if there is one
-        row = torch.where(self.valid, torch.arange(len(self.valid), device=rows.device), other)
+        row = torch.where(self.valid, torch.arange(len(self.valid), device=after.device), other)
         target = torch.where(some, self.target.index_select(0, row), 0)
         state.index_copy_(0, target, torch.where(some, after.index_select(0, row), state[:1]).to(state.dtype))
-        return torch.where(_wide(self.valid, y), y, _wide(torch.where(self.absent, torch.nan, 0.0), y).to(y.dtype))
 
 
 def to_read(state: Tensor) -> Tensor:

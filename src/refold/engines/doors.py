@@ -1,0 +1,71 @@
+"""What all plugins share: the switch, the comparison of signatures, and the way back to the engine's own kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from refold.errors import ArgumentError, BackendUnsupported
+
+Kernel = Callable[..., Any]
+
+
+def switched(variable: str, value: str | None, parts: Iterable[str]) -> tuple[str, ...]:
+    """Return which parts an environment variable asks for: none without it or with 0, all with 1, or those it names.
+
+    Raises:
+        ArgumentError: It names something else.
+    """
+    parts, value = tuple(parts), (value or "0").strip()
+    if value in ("0", "1"):
+        return parts if value == "1" else ()
+    named = tuple(name.strip() for name in value.split(","))
+    for name in named:
+        if name not in parts:
+            raise ArgumentError(f"{variable} must be 0, 1, or names out of {', '.join(parts)}; got {name!r}.")
+    return named
+
+
+def version(engine: str) -> str | None:
+    """Return the version of an installed engine, which may be its build for CPUs; None if there is none."""
+    for name in (engine, f"{engine}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def log(engine: str) -> logging.Logger:
+    """Return a logger whose lines are shown where those of the engine are."""
+    return logging.getLogger(f"{engine}.refold")
+
+
+def differs(theirs: Kernel, ours: Kernel) -> str | None:
+    """Return how an engine's function differs from what an adapter knows; None if calls mean the same.
+
+    A function of an older engine may lack the adapter's last parameters.
+    """
+    there, here = ([name for name in inspect.signature(f).parameters if name != "self"] for f in (theirs, ours))
+    if there == here[: len(there)]:
+        return None
+    new = [name for name in there if name not in here]
+    return f"unknown parameters {', '.join(new)}" if new else f"other parameters: {', '.join(there)}"
+
+
+def either(engine: str, part: str, ours: Kernel, theirs: Kernel, /, *args: Any, **kw: Any) -> Any:
+    """Call the adapter; what it does not compute stays with the engine's kernel, and a log line says so once."""
+    try:
+        return ours(*args, **kw)
+    except BackendUnsupported as error:
+        kept(engine, part, str(error))
+        return theirs(*args, **kw)
+
+
+@functools.cache
+def kept(engine: str, part: str, why: str) -> None:
+    """Say once why a kernel of the engine runs."""
+    log(engine).warning("refold: %s: the engine's own kernel runs: %s", part, why)
