@@ -25,6 +25,7 @@ ORDER = [
     ["models"],
     ["generate"],
     ["compat"],
+    ["parallel"],
     ["integrations", "engines"],
     ["targets", "doctor", "audit"],
     ["propose"],

@@ -67,8 +67,10 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(op, {backend: refusal(spec, backend, meta) for backend in spec.backends})
 
 
-def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
+def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None, group: Any = None) -> Any:
     """Run an operator: its public function hands over its arguments here, in the order of the spec."""
+    if group is not None:
+        return _call_on_ranks(spec, arrays, options, backend, group)
     if framework_of_type(type(arrays[0])) == "torch":
         # One look at one array leads there. Checks of all arrays and the choice of backend follow once per signature,
         # and out of sight of what traces calls.
@@ -95,6 +97,17 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
     from refold.ops.jax.meshes import run_on_mesh
 
     return run_on_mesh(spec, meta, run, keywords)
+
+
+def _call_on_ranks(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None, group: Any) -> Any:
+    if (framework := framework_of_type(type(arrays[0]))) != "torch":
+        raise ArgumentError(
+            f"{spec.name}: group is for tensors of PyTorch; got {framework or type(arrays[0]).__name__}. In JAX, shard "
+            "the arrays over a mesh (docs/jax.md)."
+        )
+    from refold.ops.torch import ranks
+
+    return ranks.run(spec, arrays, options, backend or "", group)
 
 
 def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:

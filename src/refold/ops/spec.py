@@ -127,6 +127,22 @@ class Output:
     """Arguments that no other result depends on."""
 
 
+@dataclass(frozen=True)
+class Carry:
+    """How the state after some tokens follows from the state before: a map of it, plus what comes out if it is zero.
+
+    The map is the final state of a call of the operator itself: its ``inputs``, and what only the first result reads,
+    are zeros, and its initial state is made of ones, or of the columns of the identity.
+    """
+
+    kind: str
+    """``"factors"``: the map multiplies each element; ``"matrix"``: it multiplies from the left; ``"window"``: the
+    state holds the last tokens, and they move by as many tokens as come."""
+    inputs: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The axes that have other sizes in that call: no map depends on them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ArrayMeta:
     """All that dispatch may know of an array."""
@@ -204,6 +220,8 @@ class OpSpec:
     """Axes along which a call falls into independent calls: rows, and heads or channels (``g`` goes with the last)."""
     scans: str = ""
     """``"forward"`` if earlier tokens alone decide a result, so that a sequence may be cut anywhere."""
+    carry: Callable[[Meta], Carry] | None = None
+    """How a state passes through tokens, so that ranks may share a sequence (`refold.ops.torch.ranks`); or None."""
     form: str = ""
     """What it computes, as the compiler asks for it (`refold.compiler.ir.operators`); empty if no rewrite emits it."""
     narrowed: tuple[tuple[str, ...], tuple[str, ...]] | None = None

@@ -17,6 +17,7 @@ def causal_conv1d(
     activation: str | None = None,
     initial_state: Array | None = None,
     cu_seqlens: AnyArray | None = None,
+    group: object = None,
     backend: str | None = None,
 ) -> tuple[Array, Array]:
     """Compute a causal depthwise convolution along time.
@@ -33,6 +34,8 @@ def causal_conv1d(
         initial_state: The last ``w - 1`` inputs before the first token, oldest first, ``(b, d, w-1)``; zeros if None.
         cu_seqlens: Packs sequences along time: ``k + 1`` offsets from 0 to t, on the device of ``x``. The batch is
             then 1 and states are ``(k, d, w-1)``. A sequence may be empty.
+        group: A process group, a 1-D device mesh or a `refold.parallel.Cut`: its ranks share the sequence, and
+            each passes its own tokens. docs/scale.md says what is shared and how. PyTorch only.
         backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
@@ -59,7 +62,7 @@ def causal_conv1d(
         >>> y.ravel().tolist(), state.tolist()
         ([0.0, 1.0, 3.0, 5.0], [[[3.0]]])
     """
-    return call(SPEC, (x, weight, bias, initial_state, cu_seqlens), (activation,), backend)
+    return call(SPEC, (x, weight, bias, initial_state, cu_seqlens), (activation,), backend, group)
 
 
 def causal_conv1d_step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Case, OpSpec, Option, Output
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Case, OpSpec, Option, Output
 
 ACTIVATION = Option(
     "activation", None, "str?", lambda v: v is None or (isinstance(v, str) and v == "silu"), "None or 'silu'"
@@ -62,6 +62,7 @@ SPEC = OpSpec(
     flops=_flops,
     splits=("b", "d"),
     scans="forward",
+    carry=lambda meta: Carry("window"),
     form="causal convolution",
     complete="all_t5",
     layer=Case(

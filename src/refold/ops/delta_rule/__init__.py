@@ -27,6 +27,7 @@ def delta_rule(
     beta_limit: float | None = None,
     erase: bool = True,
     chunk_size: int | None = None,
+    group: object = None,
     backend: str | None = None,
 ) -> tuple[Array, Array]:
     """Compute the delta rule, with or without decay, and its linear relatives.
@@ -70,6 +71,8 @@ def delta_rule(
         erase: Whether a write first takes away what the state holds under the read key.
         chunk_size: Tokens per chunk, rounded up to a power of two. It changes speed and rounding only. None lets the
             backend choose.
+        group: A process group, a 1-D device mesh or a `refold.parallel.Cut`: its ranks share the sequence, and
+            each passes its own tokens. docs/scale.md says what is shared and how. PyTorch only.
         backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
@@ -102,7 +105,7 @@ def delta_rule(
         ((2, 64, 4, 16), (2, 4, 8, 16), 0.3536)
     """
     arrays = (q, k, v, g, beta, r, A_log, dt_bias, initial_state, cu_seqlens)
-    return call(SPEC, arrays, (scale, normalize, lower_bound, beta_limit, erase, chunk_size), backend)
+    return call(SPEC, arrays, (scale, normalize, lower_bound, beta_limit, erase, chunk_size), backend, group)
 
 
 def delta_rule_step(

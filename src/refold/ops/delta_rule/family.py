@@ -28,6 +28,7 @@ class Options(TypedDict, Generic[Array], total=False):
     lower_bound: float | None
     beta_limit: float | None
     chunk_size: int | None
+    group: object
     backend: str | None
 
 
@@ -156,8 +157,8 @@ def delta_product(
         >>> y.shape, state.shape
         ((1, 5, 1, 4), (1, 1, 4, 4))
     """
-    writes, left = divmod(k.shape[1], q.shape[1])
-    if left or not writes:
+    writes, left = divmod(k.shape[1], q.shape[1] or 1)
+    if left or not writes or not q.shape[1]:
         raise ShapeError(
             f"delta_product: k must have a multiple of the t={q.shape[1]} tokens of q; got {k.shape[1]}. "
             "Pass the keys of all writes of a token one after the other."

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Case, Meta, OpSpec, Option, Output, positive_int
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Case, Meta, OpSpec, Option, Output, positive_int
 
 CHUNK = 8  # Of the test cases: small, so that every border is crossed at lengths an interpreter can walk.
 
@@ -87,6 +87,12 @@ def _constraints(meta: Meta) -> Iterator[str]:
         yield "beta_limit bounds beta, which is None. Pass beta, or no beta_limit."
     if "r" in meta.arrays and not meta.options["erase"]:
         yield "r says what is erased, and erase is False. Pass erase=True, or no r."
+
+
+def _carry(meta: Meta) -> Carry:
+    # Erasing mixes the rows of a state; without it, each row only decays.
+    erase = meta.options["erase"]
+    return Carry("matrix" if erase else "factors", ("v",), {"p": meta.sizes["n"] if erase else 1})
 
 
 def _flops(sizes: Mapping[str, Any]) -> int:
@@ -174,6 +180,7 @@ SPEC = OpSpec(
     splits=("b", "h"),
     constraints=_constraints,
     scans="forward",
+    carry=_carry,
     complete="per_key_t9",
     layer=Case(
         "layer",

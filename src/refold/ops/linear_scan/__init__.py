@@ -17,6 +17,7 @@ def linear_scan(
     reverse: bool = False,
     cu_seqlens: AnyArray | None = None,
     reset: AnyArray | None = None,
+    group: object = None,
     backend: str | None = None,
 ) -> tuple[Array, Array]:
     """Compute an elementwise linear recurrence along axis 1.
@@ -34,6 +35,8 @@ def linear_scan(
             then 1 and states are ``(k, ...)``. A sequence may be empty.
         reset: Where the state is forgotten, bool, the shape of ``x``. A factor of zero forgets a finite state. A reset
             also forgets a NaN or an infinity, and has no gradient.
+        group: A process group, a 1-D device mesh or a `refold.parallel.Cut`: its ranks share the sequence, and
+            each passes its own tokens. docs/scale.md says what is shared and how. PyTorch only.
         backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
@@ -62,4 +65,4 @@ def linear_scan(
         >>> h.ravel().tolist(), state.tolist()
         ([1.0, 1.5, 1.75, 1.875], [[1.875]])
     """
-    return call(SPEC, (a, x, initial_state, cu_seqlens, reset), (reverse,), backend)
+    return call(SPEC, (a, x, initial_state, cu_seqlens, reset), (reverse,), backend, group)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import BOOL, CU_SEQLENS, INTEGERS, Arg, Case, OpSpec, Option, Output
+from refold.ops.spec import BOOL, CU_SEQLENS, INTEGERS, Arg, Carry, Case, OpSpec, Option, Output
 
 
 def decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -70,6 +70,7 @@ SPEC = OpSpec(
     flops=_flops,
     splits=("b", "*"),
     scans="forward",
+    carry=lambda meta: Carry("factors", ("x",)),
     form="elementwise scan",
     narrowed=(("x",), ("a",)),
     complete="t17",

@@ -26,6 +26,7 @@ def selective_scan(
     initial_state: Array | None = None,
     cu_seqlens: AnyArray | None = None,
     state_dtype: Any = None,
+    group: object = None,
     backend: str | None = None,
 ) -> tuple[Array, Array]:
     """Compute the selective scan of Mamba-1, with real A.
@@ -51,6 +52,8 @@ def selective_scan(
         cu_seqlens: Packs sequences along time: ``k + 1`` offsets from 0 to t, on the device of ``x``. The batch is
             then 1 and states are ``(k, d, n)``. A sequence may be empty.
         state_dtype: Dtype of the final state; None is float32 (float64 for float64 inputs).
+        group: A process group, a 1-D device mesh or a `refold.parallel.Cut`: its ranks share the sequence, and
+            each passes its own tokens. docs/scale.md says what is shared and how. PyTorch only.
         backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
@@ -79,7 +82,7 @@ def selective_scan(
         ((2, 64, 12), (2, 12, 4))
     """
     arrays = (x, dt, A, B, C, D, z, dt_bias, decay, initial_state, cu_seqlens)
-    return call(SPEC, arrays, (dt_softplus, state_dtype), backend)
+    return call(SPEC, arrays, (dt_softplus, state_dtype), backend, group)
 
 
 def selective_scan_step(

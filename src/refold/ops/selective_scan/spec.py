@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Case, Meta, OpSpec, Output
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Case, Meta, OpSpec, Output
 from refold.ops.ssd.spec import DT_SOFTPLUS, STATE_DTYPE, decay_rates, step_sizes
 
 BLOCK = 16  # The lengths of the test cases lie around multiples of the time blocks of the implementations.
@@ -96,6 +96,7 @@ SPEC = OpSpec(
     splits=("b", "d"),
     constraints=_constraints,
     scans="forward",
+    carry=lambda meta: Carry("factors", ("x", "B")),
     form="elementwise scan, contracted",
     narrowed=(("x",), ("B", "C")),
     complete="all_t17",

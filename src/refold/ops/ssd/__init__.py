@@ -28,6 +28,7 @@ def ssd(
     cu_seqlens: AnyArray | None = None,
     chunk_size: int | None = None,
     state_dtype: Any = None,
+    group: object = None,
     backend: str | None = None,
 ) -> tuple[Array, Array]:
     """Compute the state space dual scan of Mamba-2.
@@ -57,6 +58,8 @@ def ssd(
             on the device of ``x``. The batch is then 1 and states are ``(k, h, p, n)``. A sequence may be empty.
         chunk_size: Tokens per chunk. It changes speed and rounding only. None lets the backend choose.
         state_dtype: Dtype of the final state; None is float32 (float64 for float64 inputs).
+        group: A process group, a 1-D device mesh or a `refold.parallel.Cut`: its ranks share the sequence, and
+            each passes its own tokens. docs/scale.md says what is shared and how. PyTorch only.
         backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
@@ -86,7 +89,7 @@ def ssd(
         ((2, 64, 4, 16), (2, 4, 16, 8))
     """
     arrays = (x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
-    return call(SPEC, arrays, (dt_softplus, dt_limit, chunk_size, state_dtype), backend)
+    return call(SPEC, arrays, (dt_softplus, dt_limit, chunk_size, state_dtype), backend, group)
 
 
 def ssd_step(

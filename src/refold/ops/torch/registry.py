@@ -127,6 +127,16 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
     return OPS[name](*arrays, *runner.spec.written_options(options), backend)
 
 
+def prepared(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any]) -> tuple[Any, ...]:
+    """Return options as nodes take them, once it is known that arguments are what a node can take."""
+    framework_of(spec, arrays)
+    options = spec.plain_options(options)
+    _check_options(spec, options)
+    _refuse_tangents(spec.name, arrays)
+    _refuse_transforms(spec.name, arrays)
+    return options
+
+
 def _composed(runner: _Runner, arrays: Sequence[Tensor | None], options: Sequence[Any]) -> Any:
     """Return the results of a call as the torch backend computes them, operation by operation."""
     spec = runner.spec

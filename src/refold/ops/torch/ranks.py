@@ -1,0 +1,423 @@
+"""Operators on a sequence that is cut over the ranks of a process group: each rank computes its own tokens.
+
+The tokens of a rank map the state that enters to the one that leaves: ``M S + U`` (`refold.ops.spec.Carry`). The
+operator itself gives both: U is its final state if zero enters, M what it makes of ones or of the identity. One
+all-gather tells all ranks of a call; each folds those before its own and computes its tokens from the right state.
+The gradient of a state goes back in the same way, by the transposed maps: again one all-gather, then the operator's own
+backward. No gradient passes through M and U: the maps are numbers, and the last pass holds every use of the arguments.
+
+Of a pack, only the document that is open at the end of a rank's tokens is told. The others are in the call of that rank
+as sequences without tokens. docs/scale.md says who has which rows of states, and which gradients are partial sums.
+
+The call is one node, ``refold::<op>_ranks(arrays, options, backend, group, lengths, layout)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from refold.errors import ArgumentError, RefoldError
+from refold.ops.arrays import meta_of
+from refold.ops.backends import resolve
+from refold.ops.spec import CU_SEQLENS, Carry, Meta, OpSpec, all_specs, check_cu_seqlens_values, shape_of
+from refold.ops.torch import sharded
+from refold.ops.torch.cuts import Piece, agree, all_gather, cut_of_node, node_of, pieces, timed
+from refold.ops.torch.nodes import define, differentiate, refuse_derivative
+from refold.ops.torch.registry import OPS, prepared
+
+INITIAL = "initial_state"
+
+
+def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str, group: Any) -> Any:
+    """Run an operator on the tokens of this rank.
+
+    Raises:
+        ArgumentError: The arguments are not valid here or on another rank, or ranks disagree.
+    """
+    node = node_of(group)
+    if sharded.given(arrays):
+        return sharded.run(spec, spec.name, arrays, options, lambda own: run(spec, own, options, backend, group))
+    try:
+        options = prepared(spec, arrays, options)
+    except RefoldError:
+        agree(cut_of_node(*node), spec, _named(spec, arrays), (), refused=True)
+        raise
+    return OPS[f"{spec.name}_ranks"](*arrays, *spec.written_options(options), backend, *node)[:2]
+
+
+class _Part:
+    """A run of tokens, and the documents in it. Without a pack, each row of the batch is a document.
+
+    Conditions are bools where the host knows them, and tensors where they depend on offsets.
+    """
+
+    def __init__(self, piece: Piece, offsets: Tensor | None, closes: bool) -> None:
+        self.piece, self.pack, self.closes = piece, offsets, closes
+        begin, end = piece.begin, piece.end
+        self.tokens = slice(piece.at, piece.at + end - begin)
+        self.offsets, self.own = None, cast(Any, closes)
+        self.first = self.last = None
+        self.enters = self.through = cast(Any, begin > 0)
+        if offsets is not None:
+            ends = offsets[1:].contiguous()
+            self.offsets = (offsets - begin).clamp(0, end - begin)
+            self.first, self.last = (
+                torch.searchsorted(ends, at, right=True).clamp(max=len(ends) - 1) for at in (begin, end - 1)
+            )
+            self.enters = begin > 0 and offsets[self.first] < begin  # a document is open where the run begins
+            self.through = begin > 0 and offsets[self.last] < begin  # and it is the one that is open at its end
+            self.own = ((ends > begin) if begin else (ends >= 0)) & (ends <= end)  # documents that end here
+
+    def some(self, begin: int, end: int) -> _Part:
+        """Return the part of some of the tokens, counted from its first."""
+        piece = Piece(self.piece.rank, self.piece.at + begin, self.piece.begin + begin, self.piece.begin + end)
+        return _Part(piece, self.pack, self.closes)
+
+    def row(self, states: Tensor, document: Any) -> Tensor:
+        """Return the state of a document; without a pack, those of all rows."""
+        return states if document is None else states.index_select(0, document.reshape(1))
+
+    def put(self, states: Tensor, document: Any, row: Tensor, where: Any) -> Tensor:
+        """Return states with that of a document replaced, where a condition holds."""
+        if document is not None:
+            where = (torch.arange(len(states), device=states.device) == document) & where
+        return _pick(where, row, states)
+
+
+def _pick(where: Any, a: Tensor, b: Tensor | None = None) -> Tensor:
+    """Return ``a`` where a condition holds (for all, or for rows), else ``b`` or zeros."""
+    b = torch.zeros_like(a) if b is None else b
+    if isinstance(where, bool):
+        return a if where else b
+    return torch.where(where.reshape(-1, *[1] * (a.dim() - 1)), a, b)
+
+
+class _Call:
+    """A call of an operator on all ranks of a group, as this rank sees it."""
+
+    def __init__(self, spec: OpSpec, inputs: Sequence[Any], told: Sequence[int] | None = None) -> None:
+        count, self.spec = len(spec.args), spec
+        self.arrays = _named(spec, inputs[:count])
+        self.options = dict(zip([o.name for o in spec.options], spec.unwritten_options(inputs[count:-4]), strict=True))
+        self.backend, self.cut = inputs[-4], cut_of_node(*inputs[-3:])
+        self.lengths = list(told or self._told())
+        self.meta, self.carry = _described(spec, self.arrays, self.options, self.backend)
+        self.wide = spec.written_options(list(_wide(self.options).values()))
+        self.dtype = _state_dtype(spec, self.meta)
+        self.offsets = self.arrays.get(CU_SEQLENS)
+        self.window = self.meta.sizes["w"] - 1 if self.carry.kind == "window" else None
+        self.total = sum(self.lengths)
+        self.pieces = pieces(self.lengths, self.cut.layout)
+        parts = [p for p in self.pieces if p.end > p.begin]
+        self.parts = [_Part(p, self.offsets, p.end == self.total) for p in parts]
+        self.mine = [part for part in self.parts if part.piece.rank == self.cut.rank]
+        self.slots = [p for p in self.pieces if p.rank == self.cut.rank]
+        if self.mine and self.offsets is not None and self.offsets.device.type == "cpu":
+            check_cu_seqlens_values(spec.name, self.offsets.tolist(), self.total)
+
+    def _told(self) -> Sequence[int]:
+        """Return the tokens of each rank; where they are not given, the ranks tell them."""
+        cut, spec, tokens = self.cut, self.spec, next(iter(self.arrays.values())).shape[1]
+        if cut.lengths is None:
+            try:
+                _described(spec, self.arrays, self.options, self.backend)
+            except RefoldError:
+                agree(cut, spec, self.arrays, (), refused=True)
+                raise
+            return agree(cut, spec, self.arrays, list(self.options.values()), refused=False)
+        writes, left = divmod(tokens, cut.lengths[cut.rank] or 1)  # some layers write more than once per token
+        if left or (tokens > 0) != (cut.lengths[cut.rank] > 0):
+            raise ArgumentError(
+                f"{spec.name}: rank {cut.rank} has {tokens} tokens; the cut says {cut.lengths[cut.rank]}. Pass a Cut "
+                "with the lengths of this batch, or without lengths."
+            )
+        return [length * max(writes, 1) for length in cut.lengths]
+
+    def given(self, part: _Part, initial: Tensor | None, **changed: Any) -> list[Any]:
+        """Return the arrays of the operator's own call on a part."""
+        found = {
+            arg.name: a[:, part.tokens] if a is not None and timed(arg) else a
+            for arg, a in zip(self.spec.args, self.arrays.values(), strict=True)
+        }
+        found |= {INITIAL: initial}
+        if CU_SEQLENS in found:
+            found[CU_SEQLENS] = part.offsets
+        return list((found | changed).values())
+
+    def run(self, arrays: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Run the operator itself; its states are not rounded."""
+        y, state = OPS[self.spec.name](*arrays, *self.wide, self.backend)
+        return y, state
+
+    def initial(self, part: _Part, row: Tensor | None) -> Tensor | None:
+        """Return the states that the operator's own call on a part starts from; ``row`` enters, zeros if None."""
+        given = self.arrays[INITIAL]
+        if part.enters is False:
+            return given
+        shape = self.shape(k=self.meta.sizes["k"])
+        states = self.zeros(shape) if given is None else given.to(torch.promote_types(given.dtype, self.dtype))
+        row = self.zeros(self.shape()) if row is None else row
+        return part.put(states, part.first, row.to(states.dtype), part.enters)
+
+    def shape(self, **sizes: int) -> tuple[int, ...]:
+        """Return the shape of the states of the rows of a batch; with other sizes where they are given."""
+        return shape_of(self.spec.outputs[1].axes, {**self.meta.sizes, "k": self.meta.sizes["b"], **sizes})
+
+    def zeros(self, shape: Sequence[int]) -> Tensor:
+        """Return zeros as states are kept on their way."""
+        return next(iter(self.arrays.values())).new_zeros(shape, dtype=self.dtype)
+
+    def map(self, part: _Part) -> Tensor:
+        """Return the map of a part: what the tokens make of the states that enter, if each row is one document."""
+        if self.carry.kind == "window":
+            return self.zeros((self.meta.sizes["b"], 0))
+        spec, sizes = self.spec, {**self.meta.sizes, **self.carry.sizes} | {"t": part.tokens.stop - part.tokens.start}
+        changed: dict[str, Any] = {CU_SEQLENS: None}
+        for arg in spec.args:
+            if arg.name in spec.outputs[0].alone and arg.optional:
+                changed[arg.name] = None
+            elif arg.name in (*self.carry.inputs, *spec.outputs[0].alone):
+                layout = spec.axes_of(arg, self.meta) or ""
+                changed[arg.name] = self.arrays[arg.name].new_zeros(shape_of(layout, sizes))
+        start = self.zeros(shape_of(spec.outputs[1].axes, sizes | {"k": sizes["b"]}))
+        start = start + 1 if self.carry.kind == "factors" else start + torch.eye(start.shape[-1]).to(start)
+        return self.run(self.given(part, start, **changed))[1]
+
+    def told(self, rows: dict[Piece, tuple[Tensor, Tensor]]) -> dict[Piece, tuple[Tensor, Tensor]]:
+        """Return a state and a map for each run of tokens, as its rank passes them: the one all-gather of a call."""
+        state, move = self.zeros(self.shape()), self.zeros(self.map_shape())
+        own = [rows.get(piece, (state, move)) for piece in self.slots]
+        flat = torch.stack([torch.cat([s.to(self.dtype).flatten(), m.flatten()]) for s, m in own])
+        found, answer = [iter(rank) for rank in all_gather(self.cut, flat)], {}
+        for piece in self.pieces:
+            s, m = next(found[piece.rank]).split([state.numel(), move.numel()])
+            answer[piece] = s.view_as(state), m.view_as(move)
+        return answer
+
+    def map_shape(self) -> tuple[int, ...]:
+        """Return the shape of a map."""
+        return _map_shape(self.spec, self.meta, self.carry)
+
+    def moved(self, part: _Part, move: Tensor, state: Tensor, *, back: bool = False) -> Tensor:
+        """Apply the map of a part, or its transpose, to a state."""
+        if self.carry.kind == "factors":
+            return move * state
+        if self.carry.kind == "matrix":
+            return (move.transpose(-1, -2) if back else move) @ state
+        tokens, moved = part.tokens.stop - part.tokens.start, torch.zeros_like(state)
+        kept = max(self.window - tokens, 0)  # type: ignore[operator]
+        if back:
+            moved[..., state.shape[-1] - kept :] = state[..., :kept]
+        else:
+            moved[..., :kept] = state[..., state.shape[-1] - kept :]
+        return moved
+
+
+def _forward(spec: OpSpec) -> Callable[..., Any]:
+    def forward(*inputs: Any) -> Any:
+        with torch.no_grad():
+            call = _Call(spec, inputs)
+            rows, done = {}, {}
+            for part in call.mine:
+                if part.closes:
+                    continue
+                short = part if call.window is None else part.some(*_tail(part, call.window))
+                y, states = call.run(call.given(short, call.initial(short, None)))
+                rows[part.piece] = part.row(states, part.last), call.map(part)
+                if part.enters is False and call.window is None:
+                    done[part.piece] = y, states
+            told, entering = call.told(rows), {}
+            state: Tensor | None = None
+            for part in call.parts:
+                entering[part.piece] = call.zeros(call.shape()) if state is None else state
+                own, move = told[part.piece]
+                passed = None if state is None else _pick(part.through, call.moved(part, move, state))
+                state = own if passed is None else own + passed
+            x = inputs[0]
+            (y_shape, y_dtype), (shape, dtype) = spec.output_metas(call.meta)
+            y = x.new_empty((y_shape[0], x.shape[1], *y_shape[2:]), dtype=getattr(torch, y_dtype))
+            final = x.new_zeros(shape, dtype=getattr(torch, dtype))
+            for part in call.mine:
+                if part.piece in done:
+                    y[:, part.tokens], states = done[part.piece]
+                else:
+                    start = call.initial(part, entering[part.piece])
+                    y[:, part.tokens], states = call.run(call.given(part, start))
+                final = final + _pick(part.own, states.to(final.dtype))
+            none = call.zeros(call.shape()), call.zeros(call.map_shape())
+            kept = torch.stack([entering.get(piece, none[0]) for piece in call.slots])
+            moves = torch.stack([rows.get(piece, none)[1] for piece in call.slots])
+            return y, final, kept, moves, torch.tensor(call.lengths)
+
+    return forward
+
+
+def _backward(spec: OpSpec) -> Callable[..., Any]:
+    names = [arg.name for arg in spec.args]
+
+    def backward(dy: Any, dfinal: Any, kept: Tensor, moves: Tensor, lengths: Tensor, *inputs: Any) -> list[Tensor]:
+        with torch.no_grad():
+            call, needs = _Call(spec, inputs[:-1], lengths.tolist()), inputs[-1]
+            entering = dict(zip(call.slots, kept, strict=True))
+            move = dict(zip(call.slots, moves, strict=True))
+
+            def differentiated(part: _Part, piece: Piece, dstate: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+                arrays = call.given(part, call.initial(part, entering[piece]))
+                given = None if dy is None else dy[:, part.tokens]
+                run = OPS[f"{spec.name}_backward"]
+                found: list[Tensor] = run(given, dstate, *arrays, *call.wide, list(wanted), call.backend)
+                return found
+
+            whole = call.zeros(call.shape(k=call.meta.sizes["k"])) if dfinal is None else dfinal.to(call.dtype)
+            own = {part.piece: _pick(part.own, whole) for part in call.mine}
+            rows = {}
+            for part in call.mine:
+                if part.enters is False:
+                    continue
+                short = part if call.window is None else part.some(*_head(part, call.window))
+                only = [name == INITIAL for name in names]
+                (dinitial,) = differentiated(short, part.piece, own[part.piece], only)
+                rows[part.piece] = part.row(dinitial, part.first), move[part.piece]
+            told, leaving, gradient = call.told(rows), {}, call.zeros(call.shape())
+            for part in reversed(call.parts):
+                leaving[part.piece] = gradient  # of the state that is open at its end, for later runs
+                entered, moved = told[part.piece]
+                gradient = entered + _pick(part.through, call.moved(part, moved, gradient, back=True))
+                gradient = _pick(part.enters, gradient)
+            wanted = [(arg, a) for arg, a, need in zip(spec.args, call.arrays.values(), needs, strict=True) if need]
+            sums = [torch.zeros_like(a, memory_format=torch.contiguous_format) for _, a in wanted]
+            for part in call.mine:
+                dstate = own[part.piece]
+                dstate = part.put(dstate, part.last, part.row(dstate, part.last) + leaving[part.piece], True)
+                found = differentiated(part, part.piece, dstate, needs)
+                for total, (arg, _), gradient in zip(sums, wanted, found, strict=True):
+                    if timed(arg):
+                        total[:, part.tokens] = gradient
+                    elif arg.name == INITIAL:  # what enters is no argument of this rank
+                        total += part.put(gradient, part.first, torch.zeros_like(gradient[:1]), part.enters)
+                    else:
+                        total += gradient
+            return sums
+
+    return backward
+
+
+def _tail(part: _Part, window: int) -> tuple[int, int]:
+    tokens = part.tokens.stop - part.tokens.start
+    return max(tokens - max(window, 1), 0), tokens
+
+
+def _head(part: _Part, window: int) -> tuple[int, int]:
+    return 0, min(part.tokens.stop - part.tokens.start, max(window, 1))
+
+
+def _named(spec: OpSpec, arrays: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip([arg.name for arg in spec.args], arrays, strict=True))
+
+
+def _wide(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with which final states have the dtype that they are computed in."""
+    return options | ({"state_dtype": None} if "state_dtype" in options else {})
+
+
+def _state_dtype(spec: OpSpec, meta: Meta) -> torch.dtype:
+    """Return the dtype of states on their way from rank to rank."""
+    _, (_, dtype) = spec.output_metas(replace(meta, options=_wide(dict(meta.options))))
+    return getattr(torch, dtype)  # type: ignore[no-any-return]
+
+
+def _described(spec: OpSpec, arrays: dict[str, Any], options: dict[str, Any], backend: str) -> tuple[Meta, Carry]:
+    """Check the arguments of this rank, which may have no tokens; return what is known of them."""
+    if spec.carry is None:
+        raise ArgumentError(f"{spec.name}: it computes each token alone. Call it without group.")
+    if options.get("reverse"):
+        raise ArgumentError(
+            f"{spec.name}: with group, time runs forward; got reverse=True. Flip the tokens, and the order of ranks."
+        )
+    meta = meta_of(spec, "torch", list(arrays.values()), list(options.values()))
+    one = {arg.name: a for arg in spec.args if (a := meta.arrays.get(arg.name)) and timed(arg) and a.shape[1:2] == (0,)}
+    some = {name: replace(a, shape=(a.shape[0], 1, *a.shape[2:])) for name, a in one.items()}
+    meta = spec.validate(replace(meta, arrays={**meta.arrays, **some}))
+    resolve(spec, meta, backend)
+    return meta, spec.carry(meta)
+
+
+def _map_shape(spec: OpSpec, meta: Meta, carry: Carry) -> tuple[int, ...]:
+    """Return the shape of the maps of a run of tokens."""
+    if carry.kind == "window":
+        return meta.sizes["b"], 0
+    return shape_of(spec.outputs[1].axes, {**meta.sizes, "k": meta.sizes["b"], **carry.sizes})
+
+
+def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
+    count = len(spec.args)
+
+    def fake(*inputs: Any) -> Any:
+        x, options = inputs[0], spec.unwritten_options(inputs[count:-4])
+        named = dict(zip([o.name for o in spec.options], options, strict=True))
+        meta, carry = _described(spec, _named(spec, inputs[:count]), named, inputs[-4])
+        cut, dtype = cut_of_node(*inputs[-3:]), _state_dtype(spec, meta)
+        (shape, y_dtype), (states, state_dtype) = spec.output_metas(meta)
+        rows = shape_of(spec.outputs[1].axes, {**meta.sizes, "k": meta.sizes["b"]})
+        return (
+            x.new_empty((shape[0], x.shape[1], *shape[2:]), dtype=getattr(torch, y_dtype)),
+            x.new_empty(states, dtype=getattr(torch, state_dtype)),
+            x.new_empty((cut.runs, *rows), dtype=dtype),
+            x.new_empty((cut.runs, *_map_shape(spec, meta, carry)), dtype=dtype),
+            x.new_empty((cut.size,), dtype=torch.int64, device="cpu"),
+        )
+
+    return fake
+
+
+def _backward_fake(spec: OpSpec) -> Callable[..., Any]:
+    def fake(*given: Any) -> list[Tensor]:
+        arrays, needs = given[5 : 5 + len(spec.args)], given[-1]
+        return [a.new_empty(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
+
+    return fake
+
+
+def _differentiate(spec: OpSpec) -> None:
+    count, name = len(spec.args), f"{spec.name}_ranks"
+
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*output[2:], *inputs[:count])
+        ctx.options = inputs[count:]
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        needs = [need and arg.differentiable for need, arg in zip(ctx.needs_input_grad, spec.args, strict=False)]
+        found = iter(OPS[f"{name}_backward"](dy, dfinal, *ctx.saved_tensors, *ctx.options, needs))
+        return tuple(next(found) if need else None for need in needs) + (None,) * len(ctx.options)
+
+    differentiate(name, backward, setup_context)
+
+
+def _register(spec: OpSpec) -> None:
+    arrays = ", ".join(f"Tensor{'?' if a.optional else ''} {a.name}" for a in spec.args)
+    options = "".join(f", {o.schema} {o.name}" for o in spec.options)
+    inputs = f"{arrays}{options}, str backend, str group, int[] lengths, str layout"
+    name, kept = f"{spec.name}_ranks", "Tensor kept, Tensor moves, Tensor told"
+    results = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+    OPS[name] = define(name, f"({inputs}) -> {results}", _forward(spec), _forward_fake(spec), padded=True)
+    OPS[f"{name}_backward"] = define(
+        f"{name}_backward",
+        f"(Tensor? dy, Tensor? dfinal, {kept}, {inputs}, bool[] needs) -> Tensor[]",
+        _backward(spec),
+        _backward_fake(spec),
+        padded=True,
+    )
+    refuse_derivative(f"{name}_backward")
+    _differentiate(spec)
+
+
+for _spec in all_specs():
+    if _spec.carry is not None:
+        _register(_spec)

@@ -1,0 +1,294 @@
+"""Operators on a sequence that ranks share: every case of every spec, values and gradients equal one device's.
+
+The processes start once and run everything; the tests look at what they found.
+"""
+
+import os
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import refold.ops as ops
+from refold.errors import ArgumentError
+from refold.ops.spec import load
+from refold.ops.testing.problems import EPS, problem
+from refold.ops.torch import ranks
+from refold.ops.torch.cuts import Cut, pieces, timed
+from refold.parallel import shard
+from support.ranks import on_ranks
+
+NAMES = "ssd", "selective_scan", "linear_scan", "delta_rule", "causal_conv1d"
+LENGTHS = {  # of ranks, as parts of the whole: even, uneven, with ranks that have nothing
+    2: [(1, 1), (1, 3), (0, 1), (1, 0)],
+    3: [(1, 5, 0), (1, 1, 1), (2, 0, 1), (0, 1, 2)],
+    4: [(1, 1, 1, 1), (0, 3, 0, 2)],
+}
+
+
+def cut_to(total, parts):
+    ends = [round(total * sum(parts[: i + 1]) / sum(parts)) for i in range(len(parts))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def tokens_of(whole, rank, lengths, layout):
+    """Return what a rank holds of an array of tokens."""
+    own = [p for p in pieces(lengths, layout) if p.rank == rank]
+    return torch.cat([whole[:, p.begin : p.end] for p in sorted(own, key=lambda p: p.at)], 1)
+
+
+def sharding(group):
+    """Yield what ranks hold of a batch, less what they should hold."""
+    x, cu = torch.arange(22).reshape(1, 11, 2), torch.tensor([0, 4, 11])
+    for layout in ("contiguous", "zigzag"):
+        own, cut = shard({"x": x, "cu_seqlens": cu}, group, layout=layout)
+        expected = tokens_of(x, group.rank(), [4, 4, 3], layout)
+        if not (torch.equal(own["x"], expected) and own["cu_seqlens"] is cu and cut.lengths == (4, 4, 3)):
+            yield own
+        if not torch.equal(x[:, own["positions"]], expected):
+            yield own["positions"]
+
+
+def difference(name, found, expected, bound):
+    scale = expected.abs().max() if expected.numel() else 0.0
+    error = (found - expected).abs().max() if found.numel() else 0.0
+    return [] if error <= bound * max(scale, 1e-3) else [f"{name}: {error:.1e} of {scale:.1e}"]
+
+
+def compare(name, arrays, options, group, lengths, layout="contiguous", told=False, bound=1e-12):
+    """Return the differences between ranks and one device."""
+    leaves = {n: a.detach().requires_grad_(a.is_floating_point()) for n, a in arrays.items()}
+    floats = [n for n, a in leaves.items() if a.requires_grad]
+    run, rank = getattr(ops, name), group.rank()
+    expected = run(**leaves, **options)
+    rng = np.random.default_rng(0)
+    weights = [torch.tensor(rng.standard_normal(y.shape)) for y in expected]
+    loss = sum((y * w).sum() for y, w in zip(expected, weights, strict=True))
+    wanted = dict(zip(floats, torch.autograd.grad(loss, [leaves[n] for n in floats]), strict=True))
+    told_by_spec = [arg.name for arg in load(name).args if timed(arg)] if name in NAMES else list(leaves)
+    token = [n for n in told_by_spec if n in leaves and n != "cu_seqlens"]
+
+    def mine(n, a):
+        return tokens_of(a, rank, [x * a.shape[1] // sum(lengths) for x in lengths], layout) if n in token else a
+
+    own = {n: mine(n, a.detach()).clone().requires_grad_(n in floats) for n, a in leaves.items()}
+    y, state = run(**own, **options, group=Cut(group, lengths if told else None, layout))
+    part = tokens_of(weights[0], rank, lengths, layout)
+    local = (y * part).sum() + (state * weights[1]).sum()
+    found = dict(zip(floats, torch.autograd.grad(local, [own[n] for n in floats]), strict=True))
+    for n in [n for n in floats if n not in token]:
+        dist.all_reduce(found[n], group=group)
+    state = state.detach().clone()
+    dist.all_reduce(state, group=group)
+    wrong = difference("y", y, tokens_of(expected[0], rank, lengths, layout), bound)
+    wrong += difference("state", state, expected[1], bound)
+    return wrong + [line for n in floats for line in difference(f"d{n}", found[n], mine(n, wanted[n]), bound)]
+
+
+def cases(name):
+    """Yield the problems of a spec, how many ranks share each, and how."""
+    spec = load(name)
+    chosen = [c for c in spec.cases() if not c.options.get("reverse") and "4100" not in str(c.sizes)]
+    for turn, case in enumerate(chosen):
+        made = problem(spec, case, "float64")
+        arrays = {n: torch.tensor(a) for n, a in made.arrays.items()}
+        parts, start = LENGTHS[2 + turn % 3], turn // 3
+        for i, part in enumerate([*parts, *parts][start % len(parts) :][: 2 if case.lengths else 1]):
+            layout = ("contiguous", "zigzag")[(i + turn // 3) % 2]
+            lengths = cut_to(case.sizes["t"], part)
+            bound = 64 * EPS["float64"] * made.growth()
+            yield f"{case.name} {lengths} {layout}", arrays, case.options, lengths, layout, i % 2 == 0, bound
+
+
+def every_case(groups, rank):
+    for name in NAMES:
+        for label, arrays, options, lengths, *rest in cases(name):
+            if rank < len(lengths):
+                for line in compare(name, arrays, options, groups[len(lengths)], lengths, *rest):
+                    yield name, f"rank {rank}: {label}: {line}"
+
+
+def family(group):
+    """Compare the layers that write more than once per token."""
+    rng = np.random.default_rng(1)
+
+    def draw(*shape):
+        return torch.tensor(rng.standard_normal(shape))
+
+    x = {n: draw(1, 11, 2, 3) for n in ("q", "k", "v", "a", "b")}
+    writes = {n: draw(1, 22, 2, 3) for n in ("k", "v")}
+    packed = {"cu_seqlens": torch.tensor([0, 2, 2, 9, 11])}
+    product = {"q": x["q"], **writes, "g": -draw(1, 11, 2).abs(), "beta": draw(1, 22, 2).sigmoid()} | packed
+    for told in (False, True):
+        yield from compare("rwkv7", x | packed | {"w": -0.5 * draw(1, 11, 2, 3).abs()}, {}, group, [5, 0, 6], told=told)
+        yield from compare("delta_product", product, {"normalize": True}, group, [5, 1, 5], told=told)
+
+
+def small(rank):
+    """Return a call in which each of three ranks has three tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x, B = torch.randn(1, 9, 2, 3, generator=generator), torch.randn(1, 9, 1, 2, generator=generator)
+    own = slice(3 * rank, 3 * rank + 3)
+    return {
+        "x": x[:, own],
+        "dt": x[:, own, :, 0].abs(),
+        "A": torch.tensor([-1.0, -0.1]),
+        "B": B[:, own],
+        "C": B[:, own],
+    }
+
+
+def errors(group):
+    """Yield what a call says that one rank makes otherwise."""
+    rank = group.rank()
+    good = small(rank)
+    changed = [
+        {"A": good["A"].double()},
+        {"chunk_size": 4},
+        {"cu_seqlens": torch.tensor([0, 5 + (rank == 1), 9])},
+        {"B": good["B"][:, :2]},
+        {"chunk_size": -1},
+        {"dt_limit": "all"},
+    ]
+    for one in changed:
+        given = good | (one if rank == 1 or "cu_seqlens" in one else {})
+        try:
+            ops.ssd(**given, group=group)
+            yield "no error"
+        except ArgumentError as error:
+            yield f"{type(error).__name__} {error}"
+    for wrong in ({"reverse": True}, {"reverse": False}):
+        try:
+            ops.linear_scan(good["x"], good["x"], group=group, **wrong)
+            yield "no error"
+        except ArgumentError as error:
+            yield str(error)
+
+
+def planted(group):
+    """Yield a bug, an operator, and how many differences are seen with it."""
+    moved = ranks._Call.moved
+    bugs = {
+        "not transposed": (ranks._Call, "moved", lambda *args, back=False: moved(*args)),
+        "not moved": (ranks._Call, "moved", lambda *args, back=False: args[-1]),
+        "another document": (ranks._Part, "row", lambda self, states, document: states[:1]),
+    }  # fmt: skip
+    for bug, (owner, name, replacement) in bugs.items():
+        with mock.patch.object(owner, name, replacement):
+            for op in ("ssd", "delta_rule", "causal_conv1d"):
+                start = "packed" if owner is ranks._Part else "all_t"
+                _, arrays, options, *_ = max((c for c in cases(op) if c[0].startswith(start)), key=lambda c: sum(c[3]))
+                total = next(iter(arrays.values())).shape[1]
+                yield f"{bug}: {op}", len(compare(op, arrays, options, group, [total - 5, 2, 3]))
+
+
+def heads_and_time():
+    """Yield how heads over one dimension of a mesh, and time over the other, differ from one device."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "time"))
+    whole = {n: torch.cat([small(rank)[n] for rank in range(3)], 1) for n in ("x", "dt", "B", "C")}
+    whole = {n: a.requires_grad_() for n, a in (whole | {"A": small(0)["A"]}).items()}
+    y, _ = ops.ssd(**whole)
+    wanted = torch.autograd.grad(y.sin().sum(), list(whole.values()))
+    rank = mesh["time"].get_local_rank()
+    own = {n: a if n == "A" else tokens_of(a, rank, [4, 5], "contiguous") for n, a in whole.items()}
+    heads = {"x": Shard(2), "dt": Shard(2), "A": Shard(0)}
+    placed = {
+        n: distribute_tensor(a.detach(), mesh["heads"], [heads.get(n, Replicate())]).requires_grad_()
+        for n, a in own.items()
+    }
+    found, _ = ops.ssd(**placed, group=mesh["time"])
+    yield from difference("y", found.full_tensor(), tokens_of(y, rank, [4, 5], "contiguous"), 1e-6)
+    gradients = torch.autograd.grad(found.full_tensor().sin().sum(), list(placed.values()))
+    for n, gradient, one in zip(whole, gradients, wanted, strict=True):
+        gradient = gradient.full_tensor()
+        if n == "A":
+            dist.all_reduce(gradient, group=mesh["time"].get_group())
+        yield from difference(n, gradient, one if n == "A" else tokens_of(one, rank, [4, 5], "contiguous"), 1e-6)
+
+
+def compiled(group):
+    """Return the nodes of the compiled call, and its differences from the call as it is."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(n.target) for n in graph.graph.nodes if "ranks" in str(n.target))
+        return graph
+
+    run = torch.compile(lambda **given: ops.ssd(**given, group=group)[0].sin(), backend=backend, fullgraph=True)
+    given = {n: a.requires_grad_() for n, a in small(group.rank()).items()}
+    results = [f(**given) for f in (run, lambda **given: ops.ssd(**given, group=group)[0].sin())]
+    gradients = [torch.autograd.grad(y.sum(), list(given.values())) for y in results]
+    return seen, all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)) and torch.equal(*results)
+
+
+def work(rank, size):
+    groups = {n: dist.new_group(list(range(n))) for n in LENGTHS}
+    found = {name: [] for name in NAMES} | {"family": []}
+    for name, line in every_case(groups, rank):
+        found[name].append(line)
+    if rank < 3:
+        found["family"] = [*family(groups[3]), *sharding(groups[3])]
+        found["errors"] = list(errors(groups[3]))
+        found["planted"] = dict(planted(groups[3]))
+        found["compiled"] = compiled(groups[3])
+    found["family"] += heads_and_time()
+    told = [None] * size
+    dist.all_gather_object(told, found)
+    if rank == size - 1:
+        os._exit(0)  # a rank that dies
+    try:
+        ops.linear_scan(torch.ones(1, 2, 3), torch.ones(1, 2, 3), group=dist.group.WORLD)
+        found["death"] = "no error"
+    except RuntimeError as error:
+        found["death"] = str(error)
+    return told if rank == 0 else found["death"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return on_ranks(4, work, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "family"])
+def test_equals_one_device(results, name):
+    assert [line for found in results[0] for line in found[name]] == []
+
+
+def test_ranks_that_disagree_all_stop(results):
+    good, bad = results[0][0]["errors"], results[0][1]["errors"]
+    for at, name in enumerate(["A; here it is (torch.float32, 2)", "options", "cu_seqlens; here it is [0, 5, 9]"]):
+        assert f"ssd: ranks 1 disagree with rank 0 about {name}" in good[at]
+        assert "ssd: ranks 0, 2 disagree with rank 1 about" in bad[at]
+    assert all("the arguments of rank 1 are refused; the error there" in line for line in good[3:6])
+    assert all(
+        part in line for part, line in zip(["B has t=2", "chunk_size must", "dt_limit must"], bad[3:6], strict=True)
+    )
+    assert "time runs forward; got reverse=True" in good[6]
+    assert good[7] == "no error"  # the group goes on after errors
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others(results):
+    assert set(results) == {0, 1, 2}
+    assert "no error" not in (results[1], results[2])
+
+
+def test_bugs_are_seen(results):
+    seen = {bug: sum(found["planted"][bug] for found in results[0][:3]) for bug in results[0][0]["planted"]}
+    missed = [bug for bug, count in seen.items() if not count]
+    assert missed == ["not transposed: ssd"]  # its maps are numbers
+
+
+def test_a_compiled_call_is_one_node_with_the_same_bits(results):
+    assert [found["compiled"] for found in results[0][:3]] == [(["refold.ssd_ranks.default"], True)] * 3
+
+
+def test_what_is_no_group_is_refused():
+    x = torch.ones(1, 2, 3)
+    with pytest.raises(ArgumentError, match="group must be a process group or a device mesh; got 'ranks'"):
+        ops.linear_scan(x, x, group="ranks")
+    with pytest.raises(ArgumentError, match=r"group is for tensors of PyTorch; got numpy\. In JAX, shard"):
+        ops.linear_scan(x.numpy(), x.numpy(), group="ranks")

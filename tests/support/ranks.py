@@ -1,0 +1,26 @@
+"""Processes of one host as the ranks of a gloo group: started once per test file, they run all cases of it."""
+
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def _run(rank, size, port, work, folder, timeout):
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    torch.save(work(rank, size), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def on_ranks(size, work, folder, timeout=60):
+    """Return what ``work(rank, size)`` returns in each of ``size`` processes that lived on, by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_run, (size, port, work, folder, timeout), nprocs=size)
+    paths = {rank: folder / f"{rank}.pt" for rank in range(size)}
+    return {rank: torch.load(path, weights_only=False) for rank, path in paths.items() if path.exists()}
