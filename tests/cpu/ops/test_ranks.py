@@ -4,6 +4,8 @@ The processes start once and run everything; the tests look at what they found.
 """
 
 import os
+import runpy
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -23,6 +25,7 @@ from refold.parallel import shard
 from support.ranks import on_ranks
 
 NAMES = "ssd", "selective_scan", "linear_scan", "delta_rule", "causal_conv1d"
+EXAMPLE = str(Path(__file__).parents[3] / "examples" / "share_a_sequence.py")
 LENGTHS = {  # of ranks, as parts of the whole: even, uneven, with ranks that have nothing
     2: [(1, 1), (1, 3), (0, 1), (1, 0)],
     3: [(1, 5, 0), (1, 1, 1), (2, 0, 1), (0, 1, 2)],
@@ -236,6 +239,8 @@ def work(rank, size):
         found["planted"] = dict(planted(groups[3]))
         found["compiled"] = compiled(groups[3])
     found["family"] += heads_and_time()
+    with mock.patch.multiple(dist, init_process_group=lambda *_: None, destroy_process_group=lambda: None):
+        runpy.run_path(EXAMPLE)  # it ends with an error if ranks differ from one device
     told = [None] * size
     dist.all_gather_object(told, found)
     if rank == size - 1:
