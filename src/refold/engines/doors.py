@@ -49,11 +49,16 @@ def differs(theirs: Kernel, ours: Kernel) -> str | None:
 
     A function of an older engine may lack the adapter's last parameters.
     """
-    there, here = ([name for name in inspect.signature(f).parameters if name != "self"] for f in (theirs, ours))
+    there, here = (_names(f) for f in (theirs, ours))
     if there == here[: len(there)]:
         return None
     new = [name for name in there if name not in here]
     return f"unknown parameters {', '.join(new)}" if new else f"other parameters: {', '.join(there)}"
+
+
+def _names(kernel: Kernel) -> list[str]:
+    parameters = inspect.signature(kernel).parameters.values()
+    return [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
 
 
 def either(engine: str, part: str, ours: Kernel, theirs: Kernel, /, *args: Any, **kw: Any) -> Any:
