@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from .engines import COMPARED, REPLACED
+from .engines.doors import version
 from .generate.cli import jax_devices
 from .versions import TESTED, is_tested, losses, tested, untested
 
@@ -30,6 +32,7 @@ def examine() -> dict[str, dict[str, str]]:
             "versions": _judged(versions) | {"python": f"{_judged(versions)['python']} on {platform.platform()}"},
             "devices": _devices(),
             "parts": _parts(jax),
+            "engines": _engines(),
             "off with these versions": _losses(versions),
         }
 
@@ -100,6 +103,17 @@ def _parts(jax: Future[str]) -> dict[str, str]:
         "jax": jax.result(),
         "transformers": _transformers(),
     }
+
+
+def _engines() -> dict[str, str]:
+    found = {}
+    for name, compared in COMPARED.items():
+        if (installed := version(name)) is None:
+            found[name] = NONE
+            continue
+        known = "signatures compared" if installed in compared else f"not compared; {', '.join(compared)} were"
+        found[name] = f"{installed} ({known}; never run by refold's tests): {REPLACED[name]}"
+    return found
 
 
 def _compiler() -> str:

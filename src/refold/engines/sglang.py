@@ -77,7 +77,7 @@ def kernel() -> Any:
                 "Use another backend, or a newer refold."
             )
 
-    class RefoldGDNKernel(base):  # type: ignore[misc]
+    class RefoldGDNKernel(base):  # type: ignore[misc, valid-type]
         supports_packed_decode = False
 
         def decode(self, *args: Any, **kw: Any) -> Any:
