@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +35,10 @@ class HasState(Protocol):
 
     state: dict[str, Any]
     logits: Any
+    kept: list[Any]
+
+    def fork(self) -> Any:
+        """Return an independent copy."""
 
 
 C = TypeVar("C", bound=HasState)
@@ -56,6 +61,7 @@ class BaseGenerator(ABC, Generic[C]):
     """A model ready to generate; ``refold.generate.torch`` and ``refold.generate.jax`` have one each."""
 
     config: Config
+    params: Any
     model: ModuleType
     """The functions of the model, such as ``init_state``."""
     kind: type[C]
@@ -100,8 +106,21 @@ class BaseGenerator(ABC, Generic[C]):
     def _free_bytes(self) -> int:
         """Return the memory that is left for states and prompts."""
 
-    def read(self, prompts: Sequence[Sequence[int] | np.ndarray], conversation: C | None = None) -> C:
+    def read(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        conversation: C | None = None,
+        *,
+        checkpoint_every: int | None = None,
+    ) -> C:
         """Read a prompt for each row, of any lengths, at the end of ``conversation`` (moved on in place) or afresh.
+
+        Args:
+            prompts: Token ids of each row.
+            conversation: Where they go on; None begins afresh.
+            checkpoint_every: Keep a copy of the conversation after each so many tokens of these prompts, in its
+                ``kept``. A row that is shorter ends in its copies. So a conversation can be cut back, or go on in
+                several ways, and the beginning is read once.
 
         Raises:
             ArgumentError: a prompt is empty where nothing was read before, a token id is out of range, or the rows
@@ -113,16 +132,24 @@ class BaseGenerator(ABC, Generic[C]):
         rows = check_prompts(self.config, prompts, None if conversation is None else self.lengths(conversation))
         lengths = np.array([len(row) for row in rows], np.int32)
         longest = int(lengths.max())
-        self._check_memory(len(rows), longest, conversation)
+        if checkpoint_every is not None:
+            check_count("checkpoint_every", checkpoint_every)
+        every = checkpoint_every or max(longest, 1)
+        copies = longest // every if checkpoint_every else 0
+        self._check_memory(len(rows), longest, conversation, copies=copies)
         if conversation is None:
             conversation = self.start(len(rows))
+        conversation.kept = []
         self._make_room(conversation, longest)
-        for begin in range(0, longest, PIECE):
-            piece = np.clip(lengths - begin, 0, PIECE)
+        begins = sorted({*range(0, longest, PIECE), *range(0, longest, every)})
+        for begin, end in pairwise([*begins, longest]):
+            piece = np.clip(lengths - begin, 0, end - begin)
             tokens = np.zeros((len(rows), self._padded(int(piece.max()))), np.int32)
             for row, out, n in zip(rows, tokens, piece, strict=True):
                 out[:n] = row[begin : begin + n]
             self._read_piece(conversation, tokens, piece)
+            if checkpoint_every and end % every == 0:
+                conversation.kept.append(conversation.fork())
         return conversation
 
     def stream(
@@ -234,20 +261,22 @@ class BaseGenerator(ABC, Generic[C]):
         if need > self._capacity(conversation):
             conversation.state = self.model.grow_state(conversation.state, bucket(need))
 
-    def _check_memory(self, batch: int, new: int, conversation: C | None, reading: bool = True) -> None:
+    def _check_memory(
+        self, batch: int, new: int, conversation: C | None, reading: bool = True, copies: int = 0
+    ) -> None:
         """Refuse what the model has no positions for, or what memory cannot hold, before any work."""
         config, (weight, state) = self.config, self._item_sizes
         read = 0 if conversation is None else int(self.lengths(conversation).max())
-        need = 0
-        if conversation is None:
-            ssm, conv = counts.state_elements(config)
-            need += batch * (ssm * state + conv * weight)
+        ssm, conv = counts.state_elements(config)
+        need = (copies + (conversation is None)) * batch * (ssm * state + conv * weight)
         if isinstance(config, GraniteHybridConfig):
             check_positions(config, read + new)
             held = 0 if conversation is None else self._capacity(conversation)
-            if read + new > held:
-                room = bucket(read + new)
-                need += batch * room * 2 * config.kinds.count("attention") * config.nkvheads * config.headdim * weight
+            room = max(held, bucket(read + new))
+            stores = copies + (read + new > held)
+            need += (
+                stores * batch * room * 2 * config.kinds.count("attention") * config.nkvheads * config.headdim * weight
+            )
         need += counts.working_bytes(config, batch, min(new, PIECE) if reading else 1, weight)
         free = self._free_bytes()
         if need > free:

@@ -1,7 +1,7 @@
 """Generation with JAX: prompts of any lengths are read in a few compiled shapes, then a loop on the device decodes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ class Conversation:
     state: dict[str, jax.Array]
     logits: jax.Array
     seen: jax.Array
+    kept: list["Conversation"] = field(default_factory=list)
+    """Copies at tokens of the last prompt that ``read`` was asked to keep."""
 
     def fork(self) -> "Conversation":
         """Return an independent copy."""

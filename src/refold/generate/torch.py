@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,19 @@ import torch
 from torch import Tensor
 
 from refold.errors import ArgumentError
-from refold.generate.generator import NO_TOKEN, BaseGenerator, check_count, check_state_dtype, writing
+from refold.generate.batch import Batch, Row
+from refold.generate.choice import Kind, choose, kind_of, settings_of
+from refold.generate.conversation import Conversation
+from refold.generate.generator import NO_TOKEN, BaseGenerator, check_count, check_state_dtype
 from refold.generate.sampling import Sampling, uniforms
 from refold.models.configs import Config
 from refold.models.torch import load_checkpoint, model_for, take_layers_apart, to_device
 from refold.models.torch.layers import kernels, wide
 from refold.ops.torch.devices import usable
+from refold.ops.torch.graphs import recorders
 from refold.verify.memory import available_bytes
 
-__all__ = ["NO_TOKEN", "Conversation", "Generator"]
+__all__ = ["NO_TOKEN", "Batch", "Conversation", "Generator", "Row"]
 
 _ROOM = 256
 """Steps between two looks at what a graph has made, at most."""
@@ -36,34 +39,6 @@ _LOOK = 32
 
 _GRAPHS = 4
 """Graphs that are kept, each with a state of its own."""
-
-
-@dataclass(eq=False)
-class Conversation:
-    """What a batch of rows has read: ``state``, ``logits (b, vocab)`` of each next token, and tokens ``seen``.
-
-    Generation moves a conversation on in place and reuses its memory; :meth:`fork` first to keep the point you are at.
-    """
-
-    state: dict[str, Tensor]
-    logits: Tensor
-    seen: Tensor
-
-    def fork(self) -> Conversation:
-        """Return an independent copy."""
-        return Conversation({name: a.clone() for name, a in self.state.items()}, self.logits.clone(), self.seen.clone())
-
-    def save(self, path: str | Path) -> None:
-        """Write the conversation to a safetensors file.
-
-        Raises:
-            ArgumentError: the file cannot be written.
-        """
-        from safetensors.torch import save_file
-
-        arrays = {**self.state, "logits": self.logits, "seen": self.seen}
-        with writing(path):
-            save_file({name: a.contiguous() for name, a in arrays.items()}, path)
 
 
 class Generator(BaseGenerator[Conversation]):
@@ -108,6 +83,10 @@ class Generator(BaseGenerator[Conversation]):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         config, params = load_checkpoint(model, dtype, device)
         return cls(config, params, device=device, state_dtype=state_dtype)
+
+    def batch(self, rows: int, *, fixed: bool = False) -> Batch:
+        """Return a batch of up to ``rows`` rows that come and go: see `Batch`."""
+        return Batch(self, rows, fixed=fixed)
 
     def start(self, batch: int) -> Conversation:
         """Return the conversation of ``batch`` rows that have read nothing."""
@@ -175,7 +154,7 @@ class Generator(BaseGenerator[Conversation]):
         """Return what decodes: a graph where there can be one."""
         if kernels(conversation.logits) is None:
             return self._plain_loop
-        kind = _Kind.of(sampling, self.config.vocab_size)
+        kind = kind_of(sampling, self.config.vocab_size)
         shapes = tuple(tuple(a.shape) for a in conversation.state.values())
         if (key := (kind, shapes)) not in self._graphs:
             while len(self._graphs) >= _GRAPHS:
@@ -188,8 +167,8 @@ class Generator(BaseGenerator[Conversation]):
         self, conversation: Conversation, steps: int, sampling: Sampling, stop: np.ndarray, done: np.ndarray
     ) -> np.ndarray:
         """Choose and read ``steps`` tokens, one after the other."""
-        c, done, kind = conversation, done.copy(), _Kind.of(sampling, self.config.vocab_size)
-        settings = _settings(sampling, self.device)
+        c, done, kind = conversation, done.copy(), kind_of(sampling, self.config.vocab_size)
+        settings = settings_of(sampling, self.device)
         drawn = torch.from_numpy(uniforms(sampling.seed, self.lengths(c), steps)).to(self.device)
         tokens = np.full((len(done), steps), NO_TOKEN, np.int32)
         for i in range(steps):
@@ -206,51 +185,6 @@ class Generator(BaseGenerator[Conversation]):
         return tokens
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What of a choice changes its program, and not only its numbers."""
-
-    greedy: bool
-    top_k: int
-    nucleus: bool
-    least: bool
-    penalty: bool
-
-    @classmethod
-    def of(cls, s: Sampling, vocab_size: int) -> _Kind:
-        greedy = s.temperature == 0
-        if greedy:
-            return cls(True, 0, False, False, s.repetition_penalty != 1)
-        return cls(False, min(s.top_k, vocab_size), s.top_p < 1, s.min_p > 0, s.repetition_penalty != 1)
-
-
-def _settings(s: Sampling, device: torch.device) -> Tensor:
-    """Return temperature, top_p, log of min_p, and penalty."""
-    least = float(np.log(s.min_p)) if s.min_p else -np.inf
-    return torch.tensor([s.temperature or 1.0, s.top_p, least, s.repetition_penalty], device=device)
-
-
-def choose(logits: Tensor, seen: Tensor, drawn: Tensor, settings: Tensor, kind: _Kind) -> Tensor:
-    """Choose a token of each row of ``logits (b, vocab)`` by the numbers ``drawn (b,)`` in [0, 1)."""
-    temperature, top_p, least, penalty = settings.unbind()
-    if kind.penalty:
-        logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-    if kind.greedy:
-        return logits.argmax(-1)
-    values, tokens = logits / temperature, None
-    if kind.top_k or kind.nucleus:
-        values, tokens = values.topk(kind.top_k or values.shape[-1])
-    if kind.nucleus:
-        share = values.softmax(-1)
-        values = values.masked_fill(share.cumsum(-1) - share >= top_p, -torch.inf)
-    if kind.least:
-        values = values.masked_fill(values < values.amax(-1, keepdim=True) + least, -torch.inf)
-    below = values.softmax(-1).cumsum(-1, dtype=torch.float64)
-    place = torch.searchsorted(below, drawn[:, None].double() * below[:, -1:], right=True)
-    place = place.clamp(max=values.shape[-1] - 1)
-    return (place if tokens is None else tokens.gather(1, place))[:, 0]
-
-
 def _mark(seen: Tensor, tokens: np.ndarray, which: np.ndarray) -> None:
     """Note the tokens of each row that ``which`` marks."""
     rows, columns = np.nonzero(which)
@@ -261,7 +195,7 @@ def _mark(seen: Tensor, tokens: np.ndarray, which: np.ndarray) -> None:
 class _Graph:
     """The choice and the reading of one token per row, recorded once and replayed."""
 
-    def __init__(self, generator: Generator, conversation: Conversation, kind: _Kind) -> None:
+    def __init__(self, generator: Generator, conversation: Conversation, kind: Kind) -> None:
         fused = kernels(conversation.logits)
         assert fused is not None
         self.fused, self.generator, self.kind = fused, weakref.proxy(generator), kind
@@ -275,7 +209,7 @@ class _Graph:
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)
         self.done = torch.ones(batch, dtype=torch.bool, device=device)
         self.drawn = torch.zeros(batch, _ROOM, dtype=torch.float64, device=device)
-        self.settings = torch.ones(4, device=device)
+        self.settings = torch.ones(1, 4, device=device)
         self.stop = torch.full((16,), NO_TOKEN, dtype=torch.int32, device=device)
         for a in self.state.values():
             a.zero_()
@@ -285,9 +219,7 @@ class _Graph:
             for _ in range(2):  # compiles, and fills caches; no row is active
                 self._token()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
-            self._token()
+        _, self.replay = recorders["cuda"](self._token, None)
 
     def _token(self) -> None:
         g, kind = self.generator, self.kind
@@ -311,14 +243,14 @@ class _Graph:
         if len(stop) > len(self.stop):
             raise ArgumentError(f"{len(stop)} stop tokens are given; on a GPU there may be {len(self.stop)}.")
         self.stop.copy_(torch.from_numpy(np.pad(stop, (0, len(self.stop) - len(stop)), constant_values=NO_TOKEN)))
-        self.settings.copy_(_settings(sampling, device))
+        self.settings.copy_(settings_of(sampling, device))
         self.done.copy_(torch.from_numpy(done))
         self.count.zero_()
         if not self.kind.greedy:
             drawn = uniforms(sampling.seed, self.generator.lengths(conversation), steps)
             self.drawn[:, :steps] = torch.from_numpy(drawn).to(device)
         for _ in range(steps):
-            self.graph.replay()
+            self.replay()
         return self.tokens[:, :steps].cpu().numpy()
 
     def _lend(self, conversation: Conversation) -> None:

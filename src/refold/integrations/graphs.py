@@ -28,6 +28,7 @@ from refold.integrations import attention, documents
 from refold.integrations.decoding import any_global_hook
 from refold.integrations.mixers import HOOKS
 from refold.ops.torch import private
+from refold.ops.torch.graphs import recorders
 
 CACHES = ("past_key_values", "cache_params", "cache")
 """Names under which models take their cache."""
@@ -45,23 +46,6 @@ KEPT = 4
 _STATES = ("conv_states", "recurrent_states")
 _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
 _IDLE = (attention.__name__, documents.__name__, "transformers.utils.output_capturing")
-
-
-def _capture(step: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
-    graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
-    before = generator.clone_state()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
-            result = step()
-    except BaseException:
-        # PyTorch leaves the generator in the state of a capture if one fails: no random number could be drawn any more.
-        generator.graphsafe_set_state(before)
-        raise
-    return result, graph.replay
-
-
-recorders: dict[str, Callable[..., tuple[Any, Callable[[], None]]]] = {"cuda": _capture}
-"""Kind of device -> ``record(step, pool)``, which gives the step's result in fixed memory, and what fills it anew."""
 
 
 class Snapshot:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from refold.errors import CapacityError, DeviceError
+from refold.generate.choice import choose, kind_of, settings_of
 from refold.generate.sampling import Sampling, uniforms
-from refold.generate.torch import Generator, _Kind, _settings, choose
+from refold.generate.torch import Generator
 from refold.models.checkpoint import random_params
 from refold.models.torch import model_for, take_layers_apart, to_device
 from support.models import CONFIGS, GRANITE, MAMBA2
@@ -142,8 +143,8 @@ def test_odds_are_those_of_transformers(sampling: Sampling) -> None:
     seen = torch.zeros(1, 11, dtype=torch.bool)
     seen[0, seen_tokens] = True
     drawn = (torch.arange(draws) + 0.5) / draws
-    settings = _settings(sampling, torch.device("cpu"))
-    tokens = choose(logits.expand(draws, -1), seen.expand(draws, -1), drawn, settings, _Kind.of(sampling, 11))
+    settings = settings_of(sampling, torch.device("cpu"))
+    tokens = choose(logits.expand(draws, -1), seen.expand(draws, -1), drawn, settings, kind_of(sampling, 11))
     shares = tokens.bincount(minlength=11) / draws
     assert float((shares - odds).abs().max()) <= 2 / draws
     assert not shares[odds == 0].any()
