@@ -6,12 +6,12 @@ import torch
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.a = torch.nn.Parameter(torch.randn(256, 256))
-        self.b = torch.nn.Parameter(torch.randn(256, 256))
+        self.a = torch.nn.Parameter(torch.randn(512, 512))
+        self.b = torch.nn.Parameter(torch.randn(512, 512))
 
     def forward(self, x):
         return x @ (self.a @ self.b)
 
 
 def get_inputs():
-    return [torch.randn(4, 256)]
+    return [torch.randn(4, 512)]
