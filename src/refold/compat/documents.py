@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refold.compat.slots import per_row
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -70,7 +72,7 @@ class Documents:
         if state is None:
             return None
         if self.fresh is not None:
-            state = torch.where(_rows(self.fresh, state), 0, state)
+            state = torch.where(per_row(self.fresh.to(state.device), state), 0, state)
         count = self.cu_seqlens.numel() - 1
         return state.new_zeros(count, *state.shape[1:]).index_copy(0, self.first.to(state.device), state)
 
@@ -100,7 +102,3 @@ class Documents:
         rows = torch.arange(len(self.first), device=self.cu_seqlens.device)
         begins = self.cu_seqlens[self.last.to(rows.device)] - rows * seqlen
         return torch.where(self.goes_on().to(rows.device), torch.iinfo(torch.int32).min, begins)
-
-
-def _rows(flags: Tensor, like: Tensor) -> Tensor:
-    return flags.to(like.device).view(-1, *[1] * (like.ndim - 1))

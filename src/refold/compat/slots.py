@@ -52,12 +52,12 @@ class Slots:
         """Run ``step(rows of state) -> (y, new rows)`` on the slots, write the new rows, and return ``y``."""
         y, after = step(self.read(state))
         self.write(state, after)
-        return torch.where(_wide(self.valid, y), y, _wide(torch.where(self.absent, torch.nan, 0.0), y).to(y.dtype))
+        return torch.where(per_row(self.valid, y), y, per_row(torch.where(self.absent, torch.nan, 0.0), y).to(y.dtype))
 
     def read(self, state: Tensor) -> Tensor:
         """Return the rows of ``state``. Nothing here waits for a GPU."""
         rows = state.index_select(0, torch.where(self.valid, self.source, 0))
-        return torch.where(_wide(self.valid, rows), rows, 0)
+        return torch.where(per_row(self.valid, rows), rows, 0)
 
     def write(self, state: Tensor, after: Tensor) -> None:
         """Write new rows. A row of padding writes what some other row writes, and to the same place."""
@@ -82,5 +82,6 @@ def _require(op: str, name: str, index: Tensor, count: int, pad: int) -> None:
             )
 
 
-def _wide(flags: Tensor, like: Tensor) -> Tensor:
+def per_row(flags: Tensor, like: Tensor) -> Tensor:
+    """Return flags of rows ``(k,)`` so that they apply to all of a row of another tensor."""
     return flags.view(-1, *[1] * (like.ndim - 1))

@@ -144,7 +144,7 @@ class Remembering:
         """Return the program that runs from now on, and fill the report."""
         try:
             if self.options.plan is not None:
-                return self._planned(Plan.read(self.options.plan))
+                return self._planned(self.options.plan)
             return self._replayed() or self._afresh()
         finally:
             self.entry.notes += [note for note in self.store.notes if note not in self.entry.notes]

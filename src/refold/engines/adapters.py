@@ -16,7 +16,7 @@ from torch import Tensor
 
 from refold import ops
 from refold.compat import fla, mamba_ssm
-from refold.compat.slots import Slots
+from refold.compat.slots import Slots, per_row
 from refold.errors import BackendUnsupported
 
 
@@ -236,7 +236,7 @@ def state_update(
         z_t = None if z is None else _rows(z, token)
         after = rows.clone()
         ys.append(mamba_ssm.selective_state_update(after, x_t, dt_t, A, B_t, C_t, **given, z=z_t))
-        rows = torch.where(_wide(live, rows), after, rows)
+        rows = torch.where(per_row(live, rows), after, rows)
         if num_accepted_tokens is not None:
             write(step, live)
     if num_accepted_tokens is None:
@@ -244,7 +244,7 @@ def state_update(
     place = torch.arange(len(x), device=x.device)
     sequence = torch.searchsorted(offsets[1:], place, right=True)
     y = torch.stack(ys, 1)[sequence.clamp(max=count - 1), (place - offsets[sequence]).clamp(0, longest - 1)]
-    out.copy_(torch.where(_wide(sequence < count, y), y, out))  # tokens behind the last sequence are padding
+    out.copy_(torch.where(per_row(sequence < count, y), y, out))  # tokens behind the last sequence are padding
 
 
 def _rows(tokens: Tensor, index: Tensor) -> Tensor:
@@ -252,10 +252,6 @@ def _rows(tokens: Tensor, index: Tensor) -> Tensor:
     if tokens.stride(-1) == 0:
         return tokens[..., 0].index_select(0, index)[..., None].expand(-1, *tokens.shape[1:])
     return tokens.index_select(0, index)
-
-
-def _wide(flags: Tensor, like: Tensor) -> Tensor:
-    return flags.view(-1, *[1] * (like.ndim - 1))
 
 
 def gated_delta_prefill(

@@ -146,7 +146,7 @@ class Batch:
         self._held.seen[places, step.token[places]] = True
         step.active.zero_().index_fill_(0, places, True)
         step.run()
-        made = {}
+        made, ended = dict[Row, int](), []
         for place, token in chosen.items():
             row = self._rows[place]
             assert row is not None
@@ -154,10 +154,9 @@ class Batch:
             made[row] = token
             if token in row.stop or len(row.tokens) == row.limit:
                 row.conversation = self._conversation(place) if row.keep else None
-                row.done = True
-        for row in made:
-            if row.done:
-                self._leave(row)
+                ended.append(row)
+        for row in ended:
+            self._leave(row)
         return made
 
     def _choose(self, places: list[int]) -> dict[int, int]:

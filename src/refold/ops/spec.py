@@ -67,6 +67,11 @@ class Arg:
         """Whether gradients flow to it."""
         return self.dtypes is FLOATS
 
+    @property
+    def timed(self) -> bool:
+        """Whether it has a token for each of the sequence."""
+        return "t" in self.axes[0].split()
+
 
 @dataclass(frozen=True)
 class Option:

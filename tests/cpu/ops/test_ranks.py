@@ -20,7 +20,7 @@ from refold.errors import ArgumentError
 from refold.ops.spec import load
 from refold.ops.testing.problems import EPS, problem
 from refold.ops.torch import ranks
-from refold.ops.torch.cuts import Cut, pieces, timed
+from refold.ops.torch.cuts import Cut, pieces
 from refold.parallel import shard
 from support.ranks import on_ranks
 
@@ -72,7 +72,7 @@ def compare(name, arrays, options, group, lengths, layout="contiguous", told=Fal
     weights = [torch.tensor(rng.standard_normal(y.shape)) for y in expected]
     loss = sum((y * w).sum() for y, w in zip(expected, weights, strict=True))
     wanted = dict(zip(floats, torch.autograd.grad(loss, [leaves[n] for n in floats]), strict=True))
-    told_by_spec = [arg.name for arg in load(name).args if timed(arg)] if name in NAMES else list(leaves)
+    told_by_spec = [arg.name for arg in load(name).args if arg.timed] if name in NAMES else list(leaves)
     token = [n for n in told_by_spec if n in leaves and n != "cu_seqlens"]
 
     def mine(n, a):

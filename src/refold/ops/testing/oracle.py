@@ -36,7 +36,7 @@ def results(problem: Problem, arrays: dict[str, Tensor]) -> tuple[Tensor, ...]:
     spec = problem.spec
     function = getattr(import_module(f"{spec.module}.oracle"), spec.name.removesuffix("_step"))
     one = spec.time_optional and "t" not in problem.case.sizes
-    timed = {arg.name for arg in spec.args if one and "t" in arg.axes[0].split()}
+    timed = {arg.name for arg in spec.args if one and arg.timed}
     arrays = {"initial_state" if k == "state" else k: v.unsqueeze(1) if k in timed else v for k, v in arrays.items()}
     found = function(arrays, problem.all_options())
     return (found[0][:, 0], *found[1:]) if one else found

@@ -137,11 +137,6 @@ def pieces(lengths: Sequence[int], layout: str) -> list[Piece]:
     return found
 
 
-def timed(arg: Arg) -> bool:
-    """Whether an argument has a token for each of the sequence; its time axis is then the second."""
-    return "t" in arg.axes[0].split()
-
-
 def agree(cut: Cut, spec: OpSpec, arrays: Mapping[str, Any], options: Sequence[Any], *, refused: bool) -> list[int]:
     """Return the tokens of each rank, once it is known that all ranks make the same call.
 
@@ -178,7 +173,7 @@ def _fact(arg: Arg, array: Tensor | None) -> Any:
         return None
     if arg.name == CU_SEQLENS:  # its values are read only where that does not wait for a device
         return array.tolist() if array.device.type == "cpu" else tuple(array.shape)
-    return (array.dtype, *(size for axis, size in enumerate(array.shape) if axis != 1 or not timed(arg)))
+    return (array.dtype, *(size for axis, size in enumerate(array.shape) if axis != 1 or not arg.timed))
 
 
 def all_gather(cut: Cut, row: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from refold.ops.arrays import meta_of
 from refold.ops.backends import resolve
 from refold.ops.spec import CU_SEQLENS, Carry, Meta, OpSpec, all_specs, check_cu_seqlens_values, shape_of
 from refold.ops.torch import sharded
-from refold.ops.torch.cuts import Piece, agree, all_gather, cut_of_node, node_of, pieces, timed
+from refold.ops.torch.cuts import Piece, agree, all_gather, cut_of_node, node_of, pieces
 from refold.ops.torch.nodes import define, differentiate, refuse_derivative
 from refold.ops.torch.registry import OPS, prepared
 
@@ -141,7 +141,7 @@ class _Call:
     def given(self, part: _Part, initial: Tensor | None, **changed: Any) -> list[Any]:
         """Return the arrays of the operator's own call on a part."""
         found = {
-            arg.name: a[:, part.tokens] if a is not None and timed(arg) else a
+            arg.name: a[:, part.tokens] if a is not None and arg.timed else a
             for arg, a in zip(self.spec.args, self.arrays.values(), strict=True)
         }
         found |= {INITIAL: initial}
@@ -296,7 +296,7 @@ def _backward(spec: OpSpec) -> Callable[..., Any]:
                 dstate = part.put(dstate, part.last, part.row(dstate, part.last) + leaving[part.piece], True)
                 found = differentiated(part, part.piece, dstate, needs)
                 for total, (arg, _), gradient in zip(sums, wanted, found, strict=True):
-                    if timed(arg):
+                    if arg.timed:
                         total[:, part.tokens] = gradient
                     elif arg.name == INITIAL:  # what enters is no argument of this rank
                         total += part.put(gradient, part.first, torch.zeros_like(gradient[:1]), part.enters)
@@ -340,7 +340,7 @@ def _described(spec: OpSpec, arrays: dict[str, Any], options: dict[str, Any], ba
             f"{spec.name}: with group, time runs forward; got reverse=True. Flip the tokens, and the order of ranks."
         )
     meta = meta_of(spec, "torch", list(arrays.values()), list(options.values()))
-    one = {arg.name: a for arg in spec.args if (a := meta.arrays.get(arg.name)) and timed(arg) and a.shape[1:2] == (0,)}
+    one = {arg.name: a for arg in spec.args if (a := meta.arrays.get(arg.name)) and arg.timed and a.shape[1:2] == (0,)}
     some = {name: replace(a, shape=(a.shape[0], 1, *a.shape[2:])) for name, a in one.items()}
     meta = spec.validate(replace(meta, arrays={**meta.arrays, **some}))
     resolve(spec, meta, backend)
