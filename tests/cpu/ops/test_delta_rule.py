@@ -145,6 +145,24 @@ def test_gradient_of_the_initial_state_alone(backend: str) -> None:
     close(*gradients(given, backend, fixed=others), given.tolerance())
 
 
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("per_key", [False, True])
+def test_each_bad_token_and_state_of_a_pack(backend: str, per_key: bool) -> None:
+    """A bad initial state spoils its column from the first token of its sequence on, not from token 0."""
+    if reason := absence(SPEC, backend):
+        pytest.skip(reason)
+    given = problem(SPEC, case(6, per_key, (2, 0, 1, 3), n=3))
+    for name in ("q", "k", "v", "g", "beta", "initial_state"):
+        array = given.arrays[name]
+        for i in range(len(array) if name == "initial_state" else 6):
+            bad = array.copy()
+            bad[i if name == "initial_state" else (0, i)].flat[0] = np.nan
+            spoiled = given.with_arrays(**{name: bad})
+            found, truths = gradients(spoiled, backend)
+            for of, truth in truths.items():
+                assert (np.isfinite(found[of]) == np.isfinite(truth)).all(), f"{name} {i}: gradient of {of}"
+
+
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 @pytest.mark.parametrize("per_key", [False, True])
 def test_states_stored_transposed(backend: str, per_key: bool) -> None:

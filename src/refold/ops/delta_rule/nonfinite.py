@@ -101,7 +101,7 @@ def _first_bad_state(line: Line, bad: Bad) -> Array:
         first = xp.minimum(first, line.first(bad.beta)[..., None, None])
     if bad.g is not None:
         first = xp.minimum(first, line.first(bad.g)[..., None])
-    first = first if bad.initial is None else xp.where(bad.initial, -1, first)
+    first = first if bad.initial is None else xp.where(bad.initial, _begin(line, bad)[:, None, None, None], first)
     if not bad.erase:
         return first
     # A bad element spoils its column where that is read next, a bad read key or decay all columns at once.
