@@ -50,6 +50,7 @@ def test_the_whole_graph_is_checked_with_dropout(training):
     assert all(check["passed"] for check in graph.checks)
 
 
+@pytest.mark.xdist_group("large")  # eager, a tensor alone takes 20 GB
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_mamba2_of_full_width_trains_in_bfloat16():
     """2560 wide, 80 heads, 2048 tokens: no further from float64 than eager bfloat16 is."""
