@@ -49,7 +49,7 @@ for p in layer.parameters():
     dist.all_reduce(p.grad)
 
 errors = {name: float((p.grad - expected[name]).abs().max()) for name, p in layer.named_parameters()}
-errors["y"] = float((y.detach() - one_device[:, own["positions"]]).abs().max())
+errors["y"] = float((y.detach() - one_device[:, cut.positions()]).abs().max())
 assert max(errors.values()) < 1e-12, errors
 print(f"rank {cut.rank}: {cut.lengths[cut.rank]} tokens, largest difference from one device {max(errors.values()):.0e}")
 dist.destroy_process_group()

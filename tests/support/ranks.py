@@ -1,4 +1,7 @@
-"""Processes of one host as the ranks of a gloo group: started once per test file, they run all cases of it."""
+"""Processes of one host as the ranks of a gloo group: started once per test file, they run all cases of it.
+
+One process imports what the file needs, and its forks are the ranks: imports take most of the time.
+"""
 
 import socket
 from datetime import timedelta
@@ -16,11 +19,15 @@ def _run(rank, size, port, work, folder, timeout):
     dist.destroy_process_group()
 
 
+def _forks(_, size, *rest):
+    torch.multiprocessing.start_processes(_run, (size, *rest), nprocs=size, start_method="fork")
+
+
 def on_ranks(size, work, folder, timeout=60):
     """Return what ``work(rank, size)`` returns in each of ``size`` processes that lived on, by rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_run, (size, port, work, folder, timeout), nprocs=size)
+    torch.multiprocessing.spawn(_forks, (size, port, work, folder, timeout), nprocs=1)
     paths = {rank: folder / f"{rank}.pt" for rank in range(size)}
     return {rank: torch.load(path, weights_only=False) for rank, path in paths.items() if path.exists()}

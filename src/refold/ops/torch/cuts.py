@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from refold.errors import ArgumentError
-from refold.ops.spec import CU_SEQLENS, Arg, OpSpec
 
 LAYOUTS = "contiguous", "zigzag"
 
@@ -66,6 +65,10 @@ class Cut:
             object.__setattr__(self, "lengths", lengths)
         if issubclass(type(group), dist.ProcessGroup):  # while a compiler traces, something else stands for it
             _GROUPS[self.name] = group
+
+    def __deepcopy__(self, memo: Any) -> Cut:
+        """Return the cut itself: copies of a model are on the same ranks."""
+        return self
 
     @property
     def name(self) -> str:
@@ -137,43 +140,40 @@ def pieces(lengths: Sequence[int], layout: str) -> list[Piece]:
     return found
 
 
-def agree(cut: Cut, spec: OpSpec, arrays: Mapping[str, Any], options: Sequence[Any], *, refused: bool) -> list[int]:
+def agree(
+    cut: Cut, who: str, facts: Mapping[str, Any], tokens: int, device: torch.device, *, refused: bool
+) -> list[int]:
     """Return the tokens of each rank, once it is known that all ranks make the same call.
+
+    Args:
+        cut: The ranks.
+        who: What they call.
+        facts: What must be equal on all ranks, by the names that an error gives them.
+        tokens: The tokens of this rank.
+        device: Where numbers are sent from.
+        refused: Whether this rank refuses its arguments. It raises the reason after this call.
 
     Raises:
         ArgumentError: A rank refused its arguments, or ranks disagree. All ranks raise.
     """
-    first = next(a for a in arrays.values() if isinstance(a, Tensor))
-    facts = {"the operator": spec.name, "options": tuple(options)} | {
-        arg.name: None if refused else _fact(arg, arrays[arg.name]) for arg in spec.args
-    }
-    tokens = 0 if refused else first.shape[1]
     sums = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
     own = torch.tensor([int(not refused), tokens, *sums, *[0] * (_FACTS - len(sums) - 2)])
-    told = all_gather(cut, own.to(first.device)).tolist()
+    told = all_gather(cut, own.to(device)).tolist()
     if refused:
         return []
     if bad := [rank for rank, row in enumerate(told) if not row[0]]:
         raise ArgumentError(
-            f"{spec.name}: the arguments of rank {', '.join(map(str, bad))} are refused; the error there says why. "
+            f"{who}: the arguments of rank {', '.join(map(str, bad))} are refused; the error there says why. "
             "No rank of the group has computed."
         )
     for (name, fact), column in zip(facts.items(), range(2, _FACTS), strict=False):
         if len({row[column] for row in told}) > 1:
             others = [rank for rank, row in enumerate(told) if row[column] != told[cut.rank][column]]
             raise ArgumentError(
-                f"{spec.name}: ranks {', '.join(map(str, others))} disagree with rank {cut.rank} about {name}; here it "
+                f"{who}: ranks {', '.join(map(str, others))} disagree with rank {cut.rank} about {name}; here it "
                 f"is {fact}. Only numbers of tokens may differ."
             )
     return [row[1] for row in told]
-
-
-def _fact(arg: Arg, array: Tensor | None) -> Any:
-    if array is None:
-        return None
-    if arg.name == CU_SEQLENS:  # its values are read only where that does not wait for a device
-        return array.tolist() if array.device.type == "cpu" else tuple(array.shape)
-    return (array.dtype, *(size for axis, size in enumerate(array.shape) if axis != 1 or not arg.timed))
 
 
 def all_gather(cut: Cut, row: Tensor) -> Tensor:
@@ -184,3 +184,34 @@ def all_gather(cut: Cut, row: Tensor) -> Tensor:
     told = flat.new_empty(cut.size * flat.numel())
     _ALL_GATHER(told, flat, group=cut.group)
     return told.view(row.dtype).view(cut.size, *row.shape)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut, axis: int) -> Tensor:
+        ctx.cut, ctx.axis, own = cut, axis, x.movedim(axis, 0)
+        rows = own.new_zeros(max(cut.lengths or ()), *own.shape[1:])
+        rows[: len(own)] = own
+        told = all_gather(cut, rows)
+        runs = [told[p.rank, p.at : p.at + p.end - p.begin] for p in pieces(cut.lengths or (), cut.layout)]
+        return torch.cat(runs).movedim(0, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        cut, given = ctx.cut, gradients[0].movedim(ctx.axis, 0)
+        rows = given.new_zeros(cut.size, max(cut.lengths), *given.shape[1:])
+        for p in pieces(cut.lengths, cut.layout):
+            rows[p.rank, p.at : p.at + p.end - p.begin] = given[p.begin : p.end]
+        told = torch.empty_like(rows)
+        dist.all_to_all_single(told, rows, group=cut.group)
+        own = told.sum(0, dtype=torch.promote_types(given.dtype, torch.float32))[: cut.lengths[cut.rank]]
+        return own.to(given.dtype).movedim(0, ctx.axis), None, None
+
+
+def whole(cut: Cut, x: Tensor, axis: int = 1) -> Tensor:
+    """Return the tokens of all ranks, in the order of time; the cut must have lengths.
+
+    In backward, a rank gets the gradients of its tokens from all ranks, and sums them in at least float32.
+    """
+    found: Tensor = _Whole.apply(x, cut, axis)
+    return found

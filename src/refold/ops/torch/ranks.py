@@ -24,9 +24,9 @@ from torch import Tensor
 from refold.errors import ArgumentError, RefoldError
 from refold.ops.arrays import meta_of
 from refold.ops.backends import resolve
-from refold.ops.spec import CU_SEQLENS, Carry, Meta, OpSpec, all_specs, check_cu_seqlens_values, shape_of
+from refold.ops.spec import CU_SEQLENS, Arg, Carry, Meta, OpSpec, all_specs, check_cu_seqlens_values, shape_of
 from refold.ops.torch import sharded
-from refold.ops.torch.cuts import Piece, agree, all_gather, cut_of_node, node_of, pieces
+from refold.ops.torch.cuts import Cut, Piece, agree, all_gather, cut_of_node, node_of, pieces
 from refold.ops.torch.nodes import define, differentiate, refuse_derivative
 from refold.ops.torch.registry import OPS, prepared
 
@@ -45,7 +45,7 @@ def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: st
     try:
         options = prepared(spec, arrays, options)
     except RefoldError:
-        agree(cut_of_node(*node), spec, _named(spec, arrays), (), refused=True)
+        _ask(cut_of_node(*node), spec, _named(spec, arrays), (), refused=True)
         raise
     return OPS[f"{spec.name}_ranks"](*arrays, *spec.written_options(options), backend, *node)[:2]
 
@@ -127,9 +127,9 @@ class _Call:
             try:
                 _described(spec, self.arrays, self.options, self.backend)
             except RefoldError:
-                agree(cut, spec, self.arrays, (), refused=True)
+                _ask(cut, spec, self.arrays, (), refused=True)
                 raise
-            return agree(cut, spec, self.arrays, list(self.options.values()), refused=False)
+            return _ask(cut, spec, self.arrays, list(self.options.values()), refused=False)
         writes, left = divmod(tokens, cut.lengths[cut.rank] or 1)  # some layers write more than once per token
         if left or (tokens > 0) != (cut.lengths[cut.rank] > 0):
             raise ArgumentError(
@@ -305,6 +305,24 @@ def _backward(spec: OpSpec) -> Callable[..., Any]:
             return sums
 
     return backward
+
+
+def _ask(cut: Cut, spec: OpSpec, arrays: dict[str, Any], options: Sequence[Any], *, refused: bool) -> list[int]:
+    """Return the tokens of each rank, once it is known that all ranks make the same call: see `agree`."""
+    first = next(a for a in arrays.values() if isinstance(a, Tensor))
+    facts = {"the operator": spec.name, "options": tuple(options)} | {
+        arg.name: None if refused else _fact(arg, arrays[arg.name]) for arg in spec.args
+    }
+    tokens = 0 if refused else first.shape[1]
+    return agree(cut, spec.name, facts, tokens, first.device, refused=refused)
+
+
+def _fact(arg: Arg, array: Tensor | None) -> Any:
+    if array is None:
+        return None
+    if arg.name == CU_SEQLENS:  # its values are read only where that does not wait for a device
+        return array.tolist() if array.device.type == "cpu" else tuple(array.shape)
+    return (array.dtype, *(size for axis, size in enumerate(array.shape) if axis != 1 or not arg.timed))
 
 
 def _tail(part: _Part, window: int) -> tuple[int, int]:
