@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from refold.compat.documents import Documents
 from refold.errors import ArgumentError, ShapeError
+from refold.parallel import Cut
 
 _Value = TypeVar("_Value")
 
@@ -43,7 +44,7 @@ def read(arguments: Mapping[str, Any], positions: bool = True) -> Documents | No
         if (offsets := arguments.get(name)) is not None:
             return _from_offsets(name, offsets, arguments)
     if (index := arguments.get(_INDEX)) is not None:
-        _check_tokens(_INDEX, index, arguments)
+        check_tokens(_INDEX, index, arguments)
         return Documents.from_index(index)
     if positions and (ids := arguments.get(_POSITIONS)) is not None and ids.shape[-1] > 1:
         return _from_positions(ids, arguments)
@@ -69,7 +70,7 @@ def _from_offsets(name: str, offsets: Tensor, arguments: Mapping[str, Any]) -> D
     "refold.accelerate with positions=False."
 )
 def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | None:
-    _check_tokens(_POSITIONS, ids, arguments)
+    check_tokens(_POSITIONS, ids, arguments)
     size, mask = _batch_size(arguments), arguments.get("attention_mask")
     attended: Any = None
     if isinstance(mask, Mapping):  # with a static cache, `generate` makes one per kind of layer
@@ -107,7 +108,8 @@ def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | No
     return Documents.from_starts(starts, fresh)
 
 
-def _check_tokens(name: str, values: Tensor, arguments: Mapping[str, Any]) -> None:
+def check_tokens(name: str, values: Tensor, arguments: Mapping[str, Any]) -> None:
+    """Refuse values that are not one per token."""
     size = _batch_size(arguments)
     wanted = "(batch, tokens)" if size is None else f"{tuple(size)}"
     if values.ndim != 2 or (size is not None and (values.shape[0] not in (1, size[0]) or values.shape[1] != size[1])):
@@ -135,6 +137,8 @@ class _Call(NamedTuple):
     """Whether its arguments named documents."""
     found: list[tuple[Tensor, tuple[Any, ...], Any]] = []  # noqa: RUF012  # each call is given its own
     """What was found of tensors, next to these; see `once`."""
+    cut: Cut | None = None
+    """The ranks that share its tokens."""
 
 
 class _Calls(threading.local):
@@ -152,6 +156,11 @@ def current() -> Documents | None:
     return _CALLS.stack[-1].documents if _CALLS.stack else None
 
 
+def shared() -> Cut | None:
+    """Return the ranks that share the tokens of the call that this thread is inside of."""
+    return _CALLS.stack[-1].cut if _CALLS.stack else None
+
+
 def once(given: Tensor, key: tuple[Any, ...], find: Callable[[], _Value]) -> _Value:
     """Return ``find()`` of a tensor that layers are given, called once for it and a key in the call of a model."""
     found: list[Any] = _CALLS.stack[-1].found if _CALLS.stack else []
@@ -163,22 +172,26 @@ def once(given: Tensor, key: tuple[Any, ...], find: Callable[[], _Value]) -> _Va
 
 
 @contextmanager
-def reading(documents: Documents | None) -> Iterator[None]:
-    """Make ``documents`` the current ones."""
-    _CALLS.stack.append(_Call(documents, True, []))
+def reading(documents: Documents | None, cut: Cut | None) -> Iterator[None]:
+    """Make ``documents`` the current ones, and a cut the one that is `shared`."""
+    enter(documents, cut)
     try:
         yield
     finally:
         _CALLS.stack.pop()
 
 
+def enter(documents: Documents | None, cut: Cut | None) -> None:
+    """Begin a call of a model with these documents on these ranks; `leave` ends it."""
+    _CALLS.stack.append(_Call(documents, True, [], cut))
+
+
 def watch(model: nn.Module, positions: bool) -> list[Any]:
     """Read the documents of every call of ``model``; return the handles of the hooks that do."""
     names = tuple(inspect.signature(model.forward).parameters)
-    enter = partial(_enter, names, positions)
     return [
-        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        model.register_forward_hook(_leave, always_call=True),
+        model.register_forward_pre_hook(partial(_enter, names, positions), prepend=True, with_kwargs=True),
+        model.register_forward_hook(leave, always_call=True),
     ]
 
 
@@ -191,6 +204,7 @@ def _enter(names: tuple[str, ...], positions: bool, module: nn.Module, args: Any
     _CALLS.stack.append(_Call(read(given, positions), asked, []))
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
+def leave(module: nn.Module, args: Any, output: Any) -> None:
+    """End the call of a model: a hook after its forward."""
     if _CALLS.stack:  # Empty if what was given could not be read, and raised.
         _CALLS.stack.pop()

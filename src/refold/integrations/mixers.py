@@ -29,9 +29,10 @@ from refold import ops
 from refold.compat.documents import Documents
 from refold.compat.slots import to_read
 from refold.errors import ArgumentError
-from refold.integrations.documents import current, read
+from refold.integrations.documents import current, read, shared
 from refold.integrations.padding import Padding
 from refold.ops.torch.nodes import exporting_to_onnx
+from refold.parallel import Cut
 
 try:
     from transformers.integrations.accelerate import force_accelerate_hooks
@@ -176,6 +177,8 @@ class _Call:
     padding: Padding | None
     mask: Tensor | None
     """``(b, t)``, zero at padding."""
+    group: Cut | None
+    """The ranks that share the tokens."""
 
     def without_padding(self, x: Tensor) -> Tensor:
         """Return ``x`` (b, t, d) with zeros at padding."""
@@ -188,7 +191,9 @@ class _Call:
 
 def _begin(self: Any, x: Tensor, cache: Any, mask: Tensor | None, given: dict[str, Any]) -> tuple[Tensor, _Call]:
     """Return a layer's inputs without padding, and what this call goes on from."""
-    documents = _documents(given)
+    documents, group = _documents(given), shared()
+    if group is not None and cache is not None:
+        raise ArgumentError(f"{type(self).__name__}: no cache is kept over ranks. Pass use_cache=False to the model.")
     window, state = _cached(cache, self.layer_idx)
     window, state = (None if held is None else to_read(held) for held in (window, state))
     padding = Padding.of(mask, x.shape[1], state, cache is not None)
@@ -197,7 +202,7 @@ def _begin(self: Any, x: Tensor, cache: Any, mask: Tensor | None, given: dict[st
         assert mask is not None
         x, mask = padding.behind(x), padding.behind(mask)
         documents = None if documents is None else documents.without(padding.stays)
-    call = _Call(self.layer_idx, cache, window, state, documents, padding, mask)
+    call = _Call(self.layer_idx, cache, window, state, documents, padding, mask, group)
     return call.without_padding(x), call
 
 
@@ -269,14 +274,14 @@ def _convolve(self: Any, x: Tensor, call: _Call) -> Tensor:
     before = None if window is None else window[..., window.shape[-1] - (width - 1) :]
     # Weights that accelerate's hooks move are there: force_accelerate_hooks has run them.
     if type(conv).forward is nn.Conv1d.forward and (_untouched(conv) or "_old_forward" in vars(conv)):
-        rest: dict[str, Any] = {"weight": conv.weight.squeeze(1), "bias": conv.bias}
+        rest: dict[str, Any] = {"weight": conv.weight.squeeze(1), "bias": conv.bias, "group": call.group}
         rest["activation"] = "silu" if fused else None
         if documents is None:
             y, _ = ops.causal_conv1d(x, initial_state=before, **rest)
         else:
             y, _ = documents.run(ops.causal_conv1d, {"x": x}, before, **rest)
     else:
-        y, fused = _call_convolution(conv, x, before, documents), False
+        y, fused = _call_convolution(conv, x, before, documents, call.group), False
     if call.cache is not None:
         plain = documents is None and call.padding is None
         kept = x.mT if plain else _last_inputs(x, call, width)
@@ -305,12 +310,15 @@ def _last_inputs(x: Tensor, call: _Call, width: int) -> Tensor:
     return kept.mT
 
 
-def _call_convolution(conv: nn.Module, x: Tensor, before: Tensor | None, documents: Documents | None) -> Tensor:
+def _call_convolution(
+    conv: nn.Module, x: Tensor, before: Tensor | None, documents: Documents | None, group: Cut | None
+) -> Tensor:
     """Call a convolution that is more than its weight; it pads both ends by its width - 1."""
-    if documents is not None:
+    if documents is not None or group is not None:
         raise ArgumentError(
             f"conv1d is a {type(conv).__name__} that must be called (an adapter, hooks, shards of its own), and a call "
-            "takes no documents: they would see each other. Merge or remove that, or give each document its own row."
+            "takes no documents, which would see each other, and no ranks. Merge or remove that, or give each document "
+            "its own row, on one device."
         )
     if before is not None:
         x = torch.cat([before.mT.to(x.dtype), x], 1)
@@ -331,6 +339,7 @@ def _scan(
     if state is not None and seqlen == 1 and documents is None and not torch.is_grad_enabled():
         one = {name: None if v is None else v[:, 0] for name, v in tokens.items()}
         return step_(**one, state=state, **parameters)[0][:, None]  # the cache's own state
+    parameters["group"] = call.group
     if documents is None:
         y, after = operator(**tokens, initial_state=state, **parameters)
     else:

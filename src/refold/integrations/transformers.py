@@ -7,22 +7,24 @@ sharding and compilers work with it. A forward that is bound to the instance has
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from inspect import signature
 from itertools import chain
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from refold.errors import ArgumentError, RefoldError, warn
-from refold.integrations import attention, decoding, mixers
-from refold.integrations.documents import current, reading, watch
+from refold.integrations import attention, decoding, mixers, ranks
+from refold.integrations.documents import current, reading, shared, watch
 from refold.integrations.graphs import Graphs, graphs_of
+from refold.parallel import Cut
 
 MIXERS = {
     "MambaMixer": decoding.mamba,
@@ -56,14 +58,17 @@ _MARK = "_refold_acceleration"
 class Acceleration:
     """What `accelerate` replaced in a model and what not, and the way back; prints as a table."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, positions: bool = True, cut: Cut | None = None) -> None:
+        self.model, self.positions = model, positions
+        self.cut = cut
+        """The ranks that share every sequence."""
         self.replaced: dict[str, str] = {}
         """Name of a module -> what its forward was."""
         self.kept: dict[str, str] = {}
         """Name of a recurrent module that runs as it did -> why."""
         self._changed: list[nn.Module] = []
         self._hooks: list[Any] = []
+        self._attention: list[tuple[Any, str]] = []
 
     @property
     def graphs(self) -> list[Graphs]:
@@ -92,8 +97,44 @@ class Acceleration:
             _set_class(module, type(module)._refold_original)  # type: ignore[attr-defined]
         for hook in self._hooks:
             hook.remove()
-        self._changed, self._hooks = [], []
+        for module, before in self._attention:
+            module.set_attn_implementation(before)
+        self._changed, self._hooks, self._attention = [], [], []
         vars(self.model).pop(_MARK, None)
+
+    def check(self, batch: Mapping[str, Any], tolerance: float = 1e-5) -> dict[str, float]:
+        """Compare the model over its ranks with a copy on one device, in float64: the loss, and all gradients.
+
+        The model stays as it is, and so do its gradients. There must be memory for two copies in float64. So check
+        before you shard parameters, with a short batch, and without dropout.
+
+        Args:
+            batch: The whole batch, with ``labels``, the same on every rank.
+            tolerance: The largest difference that may be. Models of transformers round some values to float32.
+
+        Returns:
+            ``"loss"``, and the name of each parameter that is trained -> the difference, relative.
+
+        Raises:
+            ArgumentError: The model was accelerated without group.
+            RefoldError: Something differs by more. All ranks raise.
+        """
+        if self.cut is None:
+            raise ArgumentError("check: the model runs on one device. Call accelerate(model, group=...) first.")
+        one, many = (copy.deepcopy(self.model).double() for _ in range(2))
+        for model in (one, many):
+            if _inherits(model, "PreTrainedModel"):
+                cast(Any, model).set_experts_implementation("eager")  # others do not take float64
+        vars(one)[_MARK].undo()
+        accelerate(one, positions=self.positions, graphs=False)
+        found = ranks.differences(one, many, batch, self.cut)
+        if bad := sorted((name for name, error in found.items() if error > tolerance), key=lambda name: -found[name]):
+            worst = ", ".join(f"{name} {found[name]:.0e}" for name in bad[:8])
+            raise RefoldError(
+                f"check: {len(bad)} of {len(found)} values over {self.cut.size} ranks differ from one device by more "
+                f"than {tolerance:.0e}: {worst}. Train without group until the layer that causes it is found."
+            )
+        return found
 
     def __str__(self) -> str:
         """Return one line per kind of layer that was replaced, and one per reason for layers that were not."""
@@ -107,7 +148,7 @@ class Acceleration:
     __repr__ = __str__
 
 
-def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True) -> Acceleration:
+def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True, group: Any = None) -> Acceleration:
     """Let the recurrent layers of a transformers model run on refold's operators.
 
     Only this instance changes. Parameters, the cache and its layout, projections and norms stay what they are, so
@@ -122,12 +163,15 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True)
             ``cu_seq_lens_q`` and ``seq_idx`` are always used.
         graphs: Whether a call that reads one token per row on a GPU may become a CUDA graph, as in ``generate``. The
             summary says which graphs there are, and why calls ran without one.
+        group: Ranks that share every sequence: a process group, a 1-D device mesh or a `refold.parallel.Cut`. Each rank
+            passes its own tokens, as `refold.parallel.shard` cuts them, to train. docs/scale.md has the rules.
 
     Returns:
         The summary: ``replaced``, ``kept`` with reasons, ``undo()``; readable when printed.
 
     Raises:
-        ArgumentError: ``model`` is no module.
+        ArgumentError: ``model`` is no module. With ``group``: a layer does not know ranks, or the model was accelerated
+            without them.
 
     Warns:
         RefoldWarning: No layer was replaced.
@@ -140,9 +184,14 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True)
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"accelerate: model must be a torch.nn.Module; got {type(model).__name__}. Pass a model.")
+    cut = group if group is None or isinstance(group, Cut) else Cut(group)
     if (found := vars(model).get(_MARK)) is not None:
+        if cut is not None and cut != found.cut:
+            raise ArgumentError(
+                "accelerate: the model was accelerated without this group. Call its summary's undo() first."
+            )
         return found
-    done = Acceleration(model)
+    done = Acceleration(model, positions, cut)
     for name, module in model.named_modules():
         kind = _kind(module)
         if kind is not None:
@@ -153,24 +202,36 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True)
                 done.kept[name] = reason
         elif (what := _other(module)) is not None:
             done.kept[name] = f"{type(module).__name__} is {what}, and only Mamba layers are replaced"
-    if not done.replaced:
+    if not done.replaced and cut is None:
         warn(f"accelerate: {type(model).__name__} has no layer that refold can replace; it runs as before.\n{done}")
         return done
+    if cut is not None:
+        ranks.refuse_others(model, done.replaced, done.kept)
+    _change(done, graphs and cut is None)
+    setattr(model, _MARK, done)
+    return done
+
+
+def _change(done: Acceleration, graphs: bool) -> None:
+    """Give modules their classes and hooks."""
+    model, positions, cut = done.model, done.positions, done.cut
     for name, module in model.named_modules():
         around = any(path.startswith(f"{name}.") or not name for path in done.replaced)
         if name in done.replaced:
             done._become(module, _mixer)
-        elif around and _inherits(module, "GradientCheckpointingLayer") and not _hidden(module):
+        elif (around or cut is not None) and _inherits(module, "GradientCheckpointingLayer") and not _hidden(module):
             done._become(module, _block)
         elif graphs and around and _generates(module) and not _hidden(module):
             done._become(module, _generator)
         if not name or (around and _inherits(module, "PreTrainedModel")):
-            done._hooks += watch(module, positions)
+            done._hooks += watch(module, positions) if cut is None else ranks.watch(module, positions, cut)
         models = [inner for inner in module.modules() if _inherits(inner, "PreTrainedModel")]
         if around and models == [module]:
-            done._hooks += attention.watch(module)
-    setattr(model, _MARK, done)
-    return done
+            if cut is None:
+                done._hooks += attention.watch(module)
+            elif any(hasattr(inner, "is_causal") for inner in module.modules()):
+                done._attention.append((module, getattr(module.config, "_attn_implementation", "eager")))
+                module.set_attn_implementation(ranks.registered())
 
 
 def _kind(module: nn.Module) -> type | None:
@@ -248,15 +309,17 @@ def _block(kind: Any) -> type:
     fused = decoding.block if decoding.is_block(kind) else None
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = current()
-        return kind.__call__(self, *args, **(kwargs if given is None else {**kwargs, "documents": given}))
+        found, cut = current(), shared()
+        if found is None and cut is None:
+            return kind.__call__(self, *args, **kwargs)
+        return kind.__call__(self, *args, **{**kwargs, "documents": (found, cut)})
 
     def forward(self: Any, *args: Any, documents: Any = None, **kwargs: Any) -> Any:
         if documents is None:
             if fused is not None and (found := fused(self, *args, **kwargs)) is not None:
                 return found
             return kind.forward(self, *args, **kwargs)
-        with reading(documents):
+        with reading(*documents):
             return kind.forward(self, *args, **kwargs)
 
     return _subclass(kind, {"__call__": __call__, "forward": forward})
