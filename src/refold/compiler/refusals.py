@@ -41,6 +41,10 @@ REASONS = {
         "Compute the log decays in the compiled function, as -softplus(a), logsigmoid(a) or -exp(a): where they are "
         "small, their gradients are small.",
     ),
+    "decay-sign": (
+        "a state that is read and corrected is multiplied by what may be negative",
+        "Compute the decay in the compiled function, as torch.exp(g) or torch.sigmoid(a).",
+    ),
     "deque": (
         "the loop changes a deque of 16 items or more, or of other things than tensors",
         "Keep less than 16 tensors in it, all of one form, or keep the last values in variables: `y1, y2 = y, y1`. "
@@ -198,6 +202,10 @@ REASONS = {
     "state-unstable": (
         "the type, shape, dtype or gradient of the state changes from step to step",
         "Give every variable the same type, shape, dtype and gradient after each step.",
+    ),
+    "states-read": (
+        "the states of a delta rule are read otherwise than by queries",
+        "Read a step's state only after its write, and by `(S * q[..., None]).sum(-2)`; return the last one.",
     ),
     "step-long": (
         "too many operations depend on one another in a step",

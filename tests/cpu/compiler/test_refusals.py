@@ -42,6 +42,15 @@ def deque(x):
     return torch.stack(ys)
 
 
+def decay_sign(x):
+    S, k, out = torch.zeros(3 * D, D), x.repeat(1, 3)[..., None], []
+    for t in range(T):
+        S = torch.tanh(x[t, 0]) * S
+        S = S + k[t] * (x[t] - (S * k[t]).sum(0))
+        out.append((S * k[t]).sum(0))
+    return torch.stack(out)
+
+
 def dictionary_keys(x):
     h, seen = zero(x), {}
     for t in range(T):
@@ -352,6 +361,14 @@ def shared_memory(x):
     return out
 
 
+def states_read(x):
+    S, k, out = torch.zeros(3 * D, D), x.repeat(1, 3)[..., None], []
+    for t in range(T):
+        S = S + k[t] * (x[t] - (S * k[t]).sum(0))
+        out.append(S.relu())
+    return torch.stack(out)
+
+
 def write_uneven(x):
     out, h = torch.zeros(2 * T, D), zero(x)
     for t in range(T):
@@ -392,6 +409,7 @@ NAMES = {
     "carry-shape": "`tail`",
     "carry-squared": "the carry `level` is multiplied by itself",
     "complex-as-real": "`torch.view_as_complex(h)` of the carry `h`",
+    "decay-sign": "the carry `S`",
     "deque": "the deque `past`",
     "detached": "the carry `h` is detached: `h.detach()`",
     "dictionary-keys": "`seen`",
@@ -425,6 +443,7 @@ NAMES = {
     "shared-memory": "`out`",
     "size-unknown": "`out`",
     "state-unstable": "`h`",
+    "states-read": "`S.relu()`",
     "step-number": "step 1, counted from 0, is the first for which `step % 2 == 0` is not true",
     "write-uneven": "`out`",
 }

@@ -23,10 +23,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
 from ..ir.captured_loop import CapturedLoop
-from ..ir.fx import arg, is_tensor, known, value
+from ..ir.fx import arg, is_tensor, is_zero, known, value
 from ..ir.source import expression, located, name_of
 from ..private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 from ..recurrence.affine import Affine, Loop, LoopVectorizer
+from ..recurrence.delta import RankOne, read_rank_one
+from ..recurrence.delta_form import Corrections
+from ..recurrence.forms import CORRECTED
 from ..recurrence.vectorize import NotALoop, Value, vectorize_node
 from .growing import take_parts
 from .induction_variable import InductionVariable, depends_on_iteration
@@ -377,6 +380,17 @@ class Body(LoopVectorizer):
         self._memo: dict[Node, Value | Affine] = {}
         self._solved: dict[Node, Loop] = {}
         self._coupled = self._dependencies()
+        self._corrected = self._corrections()
+
+    def _corrections(self) -> dict[Node, RankOne]:
+        """Return the carries that a step corrects under a key, each with what the step does, and for what reads it."""
+        found: dict[Node, RankOne] = {}
+        for state, new in self.carried.items():
+            if not isinstance(new, Node) or new is state or len(self._coupled[state]) > 1:
+                continue
+            if (step := read_rank_one(self.module.graph, state, new)) is not None:
+                found |= dict.fromkeys((state, step.new, new, *(query.node for query in step.queries)), step)
+        return found
 
     def _named(self, node: Node) -> str:
         return self.names.get(node) or name_of(node)
@@ -394,6 +408,12 @@ class Body(LoopVectorizer):
         """Return the last step's value."""
         if x in self.initial:
             return self.over_time_last(x)
+        step = self._corrected.get(x)
+        if step is not None and x in (step.new, self.carried[step.state]):
+            self._correct(step)
+            last = self._solved[step.state].last
+            assert last is not None
+            return last
         found = self._closed(self._value(x))
         assert isinstance(found, Value)
         if not found.has_time:
@@ -415,6 +435,11 @@ class Body(LoopVectorizer):
             return Value(size)
         if node in self.written:
             raise NotALoop("shared-memory", f"a step reads `{self._named(node)}`, which steps write to")
+        if node in self._corrected and node not in self._memo:
+            self._correct(self._corrected[node])
+            if node not in self._memo:
+                name = self._solved[self._corrected[node].state].name
+                raise NotALoop("states-read", f"{name} is read otherwise than by a sum over its keys after the step")
         if node in self.carried and self.carried[node] is not node:
             return self._carry(node)
         if node in self.initial:
@@ -460,6 +485,30 @@ class Body(LoopVectorizer):
                 inner = self.emit.call(aten.slice.Tensor, loop.states, 0, 0, self.count - 1)
                 loop.previous = self.emit.call(aten.cat.default, [first, inner], 0)
         return Affine(loop) if loop.previous is None else Value(loop.previous, True)
+
+    def _correct(self, step: RankOne) -> None:
+        """Compute what reads the states of a carry that steps correct, and the last one."""
+        if step.state in self._solved:
+            return
+        new, initial = self.carried[step.state], self.initial[step.state]
+        loop = Loop((new,), initial=initial, count=self.count, variable=self.names[step.state])
+        start = None if is_zero(initial) else self._tensor(initial, new)
+        facts = Corrections(self.emit, step, loop.length, start, self._steady)
+        if (reason := CORRECTED.refuses(facts)) is not None:
+            raise NotALoop("decay-sign", f"{loop.name}: {reason}", step.new)
+        loop.operator = CORRECTED.operator.name
+        self._solved[step.state] = loop
+        found = CORRECTED.emit(facts)
+        assert found is not None
+        reads, last = found
+        loop.last = self.emit.cast(last, value(new).dtype)
+        self._memo |= {node: Value(y, True) for node, y in reads.items()}
+        self.loops.append(loop)
+
+    def _steady(self, node: Node) -> Value:
+        found = self._value(node)
+        assert isinstance(found, Value)  # what a correction is made of depends on no carry that depends on it
+        return found
 
     def _solve_together(self, carries: Sequence[Node]) -> None:
         """Compute the states of carries that depend on one another."""

@@ -77,6 +77,11 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def is_zero(x: Any) -> bool:
+    """Tell whether a node is a tensor that is made of zeros."""
+    return isinstance(x, Node) and x.target is aten.full.default and bool(x.args[1] == 0)
+
+
 def is_erased(node: Node) -> bool:
     """Tell whether a node was erased from its graph: its neighbours know it no more."""
     return node.prev.next is not node

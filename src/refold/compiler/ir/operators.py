@@ -10,5 +10,7 @@ CONTRACTED = operation("elementwise scan, contracted")
 """``y[t] = sum over n of C[t] h[t]``, with a decay per channel and state; states are not written."""
 HEADS = operation("scan with one decay per head, contracted")
 """The same, with a decay per head: matrix products compute it."""
+RANK_ONE = operation("scan with decay and correction, contracted")
+"""The same, where a step corrects what the decayed state holds under a key: a map of rank one besides the decay."""
 CONVOLUTION = operation("causal convolution")
 NORM = operation("gated norm")

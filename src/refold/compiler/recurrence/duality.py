@@ -46,7 +46,7 @@ def per_head(facts: Facts) -> tuple[Node, Node] | None:
     if not rest.positive:
         signs = _signs(emit, rest, [*_TOKENS, head], facts.shape)
         rest = Factors(abs(rest.number), [Term(emit.call(aten.abs.default, t.node), t.state_axes) for t in rest.terms])
-    x = _lay(emit, facts.values, [*_TOKENS, head, *channels], facts.shape, facts.inputs.number)
+    x = lay(emit, facts.values, [*_TOKENS, head, *channels], facts.shape, facts.inputs.number)
     if x is None:
         return None
     if signs is not None:
@@ -65,12 +65,12 @@ def per_channel(facts: Facts) -> tuple[Node, Node] | None:
     """Emit `CONTRACTED`: the decay differs between channels and states."""
     assert facts.decay is not None
     rest, channels = facts.decay.rest, [*_TOKENS, *facts.kept]
-    x = _lay(facts.emit, facts.values, channels, facts.shape, facts.inputs.number)
+    x = lay(facts.emit, facts.values, channels, facts.shape, facts.inputs.number)
     if x is None:
         return None
     given = _operands(facts, x, [*_TOKENS, facts.n], channels, [*facts.kept, facts.n])
     if given is not None and not facts.decay.plain:
-        decay = _lay(facts.emit, rest.terms, channels, facts.shape, rest.number, like=x)
+        decay = lay(facts.emit, rest.terms, channels, facts.shape, rest.number, like=x)
         given = None if decay is None else {**given, "decay": decay}
     if given is None:
         return None
@@ -83,9 +83,9 @@ def _operands(
     """Lay the operands out next to x; None if one of them runs along other axes."""
     emit, shape, decay = facts.emit, facts.shape, facts.decay
     assert decay is not None
-    dt = _lay(emit, decay.steps, per_step, shape, 1.0, like=x)
-    A = _lay(emit, decay.rates, per_rate, shape, decay.rate, like=x)
-    B, C = (_lay(emit, part, along_n, shape, 1.0, like=x) for part in (facts.keys, facts.queries))
+    dt = lay(emit, decay.steps, per_step, shape, 1.0, like=x)
+    A = lay(emit, decay.rates, per_rate, shape, decay.rate, like=x)
+    B, C = (lay(emit, part, along_n, shape, 1.0, like=x) for part in (facts.keys, facts.queries))
     if dt is None or A is None or B is None or C is None:
         return None
     return {"x": x, "dt": dt, "A": A, "B": B, "C": C}
@@ -135,7 +135,7 @@ def _signs(emit: Builder, decays: Factors, order: list[Any], shape: list[int]) -
 
     States with these signs, ``P[t] h[t] = |a[t]| P[t-1] h[t-1] + P[t] x[t]``, have decays that are never negative.
     """
-    laid = _lay(emit, decays.terms, [*order, None], shape, decays.number)
+    laid = lay(emit, decays.terms, [*order, None], shape, decays.number)
     assert laid is not None  # decays run along no other axis
     val = value(laid)
     one, minus = (emit.call(aten.full.default, [], s, dtype=val.dtype, device=val.device) for s in (1.0, -1.0))
@@ -151,7 +151,7 @@ def _results(facts: Facts, y: tuple[Node, list[int]], last: tuple[Node, list[int
     out = emit.reshape(out, [shape[place] for place in order])
     out = emit.permute(out, [order.index(place) for place in target])
     for term in facts.rest:
-        out = emit.call(aten.mul.Tensor, out, _lay(emit, [term], list(target), shape, 1.0, dense=False))
+        out = emit.call(aten.mul.Tensor, out, lay(emit, [term], list(target), shape, 1.0, dense=False))
     if read.scale != 1.0:
         out = emit.call(aten.mul.Tensor, out, read.scale)
     for product in read.extra_terms:
@@ -169,9 +169,9 @@ def _contracted(emit: Builder, scale: float, factors: list[Term], n: int, target
     along, rest = Factors(scale, factors).along(n)
     total: Node | None = None
     if along:
-        total = emit.call(aten.sum.dim_IntList, _lay(emit, along, [*target, n], shape, 1.0, dense=False), [-1])
+        total = emit.call(aten.sum.dim_IntList, lay(emit, along, [*target, n], shape, 1.0, dense=False), [-1])
     for term in rest:
-        x = _lay(emit, [term], list(target), shape, 1.0, dense=False)
+        x = lay(emit, [term], list(target), shape, 1.0, dense=False)
         total = x if total is None else emit.call(aten.mul.Tensor, total, x)
     assert total is not None  # a summand is a tensor, and so has a factor
     scale *= 1.0 if along else shape[n]
@@ -200,11 +200,11 @@ def time_invariant(facts: Facts) -> tuple[Node, Node] | None:
     read = spans(*keys, *facts.queries, *decays)
     heads = [place for place in facts.kept if place in read]
     columns = [1, *(place for place in facts.kept if place not in heads)]
-    x = _lay(emit, values_, [*heads, 0, *columns], shape, facts.b.number)
+    x = lay(emit, values_, [*heads, 0, *columns], shape, facts.b.number)
     if x is None:
         return None
-    decay = _lay(emit, decays, [*heads, n], shape, number)
-    q, k = (_lay(emit, part, [*heads, n], shape, 1.0, like=x) for part in (facts.queries, keys))
+    decay = lay(emit, decays, [*heads, n], shape, number)
+    q, k = (lay(emit, part, [*heads, n], shape, 1.0, like=x) for part in (facts.queries, keys))
     if q is None or k is None or decay is None or len({value(v).dtype for v in (q, k, decay, x)}) != 1:
         return None
     if initial is not None:
@@ -223,14 +223,14 @@ def gated(facts: Facts) -> tuple[Node, Node] | None:
     (keys, values_), (weight, decays) = facts.b.along(n), facts.a
     heads, channels = gated_axes(facts)
     rows: list[int | None] = [1, *heads, 0]
-    v = _lay(emit, values_, [*rows, *channels], shape, facts.b.number)
+    v = lay(emit, values_, [*rows, *channels], shape, facts.b.number)
     if v is None:
         return None
     logs: Node | None = None
     for term in decays:
-        part = _lay(emit, [Term(_logarithm(emit, term), term.state_axes)], [*rows, n], shape, 1.0)
+        part = lay(emit, [Term(logarithm(emit, term), term.state_axes)], [*rows, n], shape, 1.0)
         logs = part if logs is None or part is None else emit.call(aten.add.Tensor, logs, part)
-    q, k = (_lay(emit, part, [*rows, n], shape, 1.0, like=v) for part in (facts.queries, keys))
+    q, k = (lay(emit, part, [*rows, n], shape, 1.0, like=v) for part in (facts.queries, keys))
     if q is None or k is None or logs is None or len({value(x).dtype for x in (q, k, v, logs)}) != 1:
         return None
     if weight != 1.0:
@@ -287,7 +287,7 @@ def _log_decay(
     order = per_step if timed else per_head
     total = _constant(emit, x, [1 if place is None else shape[place] for place in order], log(decays.number))
     for term in decays.terms:
-        laid = _lay(emit, [Term(_logarithm(emit, term), term.state_axes)], order, shape, 1.0)
+        laid = lay(emit, [Term(logarithm(emit, term), term.state_axes)], order, shape, 1.0)
         assert laid is not None  # decays run along heads, batch and time alone
         total = emit.call(aten.add.Tensor, total, laid)
     sizes = [1 if place is None else shape[place] for place in per_step]
@@ -305,7 +305,7 @@ def _fades_near_one(decay: Node) -> bool:
     return inner.target is aten.sigmoid.default or (inner.target is aten.exp.default and fades(arg(inner, 0)))
 
 
-def _logarithm(emit: Builder, term: Term) -> Node:
+def logarithm(emit: Builder, term: Term) -> Node:
     """Return the logarithm of a factor: of zero minus infinity, and none below that of the smallest normal number."""
     inner = unalias(term.node)
     if inner.target is aten.exp.default and value(inner).dim() == len(term.state_axes):
@@ -339,7 +339,7 @@ def forgets(dtype: torch.dtype) -> float:
     return -746.0 if dtype == torch.float64 else -104.0
 
 
-def _lay(
+def lay(
     emit: Builder, parts: list[Term], order: Sequence[int | None], shape: list[int], scale: float,
     like: Node | None = None, dense: bool = True,
 ) -> Node | None:  # fmt: skip

@@ -10,42 +10,48 @@ factors of ``a``, ``b`` and ``C`` decides how ``y`` is computed instead: by the 
     the channels and n, as exp(dt * A)        one pass that keeps states in registers
     n, in any other way                       pairs of positions in chunks, and a scan over chunks
 
-A recurrence that no form takes stays a scan.
+A recurrence that no form takes stays a scan. A carry whose elements a step mixes is no such scan. One form computes it,
+if what it mixes is one contraction (`refold.compiler.recurrence.delta`): the delta rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder
-from ..ir.operators import CONTRACTED, HEADS, SCAN
+from ..ir.operators import CONTRACTED, HEADS, RANK_ONE, SCAN
 from . import gated_chunks, lti_chunks
+from .delta_form import Corrections, rank_one, refuses_rank_one
 from .duality import gated, gated_axes, has_log_decay, per_channel, per_head, time_invariant
 from .facts import Facts, read_facts, spans
 from .readout import Readout
 from .vectorize import Value
 
+F = TypeVar("F")
+Y = TypeVar("Y")
+
 
 @dataclass(frozen=True)
-class Form:
-    """One way to compute a contracted scan.
+class Form(Generic[F, Y]):
+    """One way to compute what reads the states of a recurrence.
 
     Attributes:
         name: What it is, in the field's words.
         refuses: Says why it does not fit; None if it fits.
-        emit: Emits ``y`` and the last state; None if the operands cannot be laid out.
+        emit: Emits what reads the states, and the last state; None if the operands cannot be laid out.
         operator: What runs in the end.
         paper: Where it comes from.
     """
 
     name: str
-    refuses: Callable[[Facts], str | None]
-    emit: Callable[[Facts], tuple[Node, Node] | None]
+    refuses: Callable[[F], str | None]
+    emit: Callable[[F], tuple[Y, Node] | None]
     operator: Operation
     paper: str
 
@@ -92,14 +98,19 @@ def _refuses_gated(facts: Facts) -> str | None:
     return "the states are hardly larger than what would be computed instead" if few else None
 
 
-FORMS = (
+FORMS: tuple[Form[Facts, Node], ...] = (
     Form("time-invariant", _refuses_time_invariant, time_invariant, SCAN, "Gu et al. 2022 (S4D, arXiv:2206.11893)"),
     Form("one decay per head", _refuses_heads, per_head, HEADS, "Dao & Gu 2024 (arXiv:2405.21060)"),
     Form("one decay per channel and state", _refuses_channels, per_channel, CONTRACTED,
          "Gu & Dao 2023, algorithm 2 (arXiv:2312.00752)"),
     Form("one decay per key", _refuses_gated, gated, SCAN, "Yang et al. 2024 (arXiv:2312.06635), section 4"),
 )  # fmt: skip
-"""In order of preference."""
+"""Those of a contracted scan, in order of preference."""
+
+CORRECTED: Form[Corrections, dict[Node, Node]] = Form(
+    "decay and correction", refuses_rank_one, rank_one, RANK_ONE,
+    "Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464)")  # fmt: skip
+"""That of a state which steps correct."""
 
 
 def match_form(

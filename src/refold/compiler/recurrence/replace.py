@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
-from ..ir.fx import concrete, value
+from ..ir.fx import concrete, is_zero, value
 from ..ir.metadata import refresh
 from ..ir.operators import CONTRACTED, HEADS, SCAN
 from ..ir.rewrite import Rewrite, replace_node
@@ -164,7 +164,7 @@ def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:
         if read is None or len(shape) < 3:
             continue
         initial = loop.initial if isinstance(loop.initial, Node) else None
-        if initial is not None and initial.target is aten.full.default and initial.args[1] == 0:
+        if is_zero(initial):
             initial = None
         elif initial is not None:
             initial = reroller.emit.expand(initial, shape[1:])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.fx import CASTS, arg
+from ..ir.fx import CASTS, arg, value
 from ..ir.moves import Cat, Copy, Expand, Flip, Moved, Pad, Permute, Rules, Slice, View, Write, read
 from ..ir.views import is_view
 from .segment_sums import constant_value
@@ -180,7 +180,8 @@ def _minimum(x: Node) -> Sign:
 
 
 _RULES: dict[Any, Callable[[Node], Sign]] = {
-    **dict.fromkeys((*CASTS, aten.cumsum.default), lambda x: sign(arg(x, 0))),
+    **dict.fromkeys(CASTS, lambda x: POSITIVE if value(arg(x, 0)).dtype == torch.bool else sign(arg(x, 0))),
+    aten.cumsum.default: lambda x: sign(arg(x, 0)),
     aten.neg.default: lambda x: -sign(arg(x, 0)),
     aten.mul.Tensor: _product,
     aten.div.Tensor: _product,

@@ -181,6 +181,7 @@ SPEC = OpSpec(
     constraints=_constraints,
     scans="forward",
     carry=_carry,
+    form="scan with decay and correction, contracted",
     complete="per_key_t9",
     layer=Case(
         "layer",

@@ -360,11 +360,11 @@ def coupled(x, w, u):
     return torch.stack(out, 1)
 
 
-def delta_rule(x, w, u):
+def two_keys(x, w, u):
     S, out = torch.zeros(B, D, D), []
     for t in range(x.shape[1]):
         k = x[:, t]
-        S = S + k[:, :, None] * (k - (S * k[:, :, None]).sum(1))[:, None, :]
+        S = S + k[:, :, None] * k[:, None, :] - (u[0] * k)[:, :, None] * (S * k[:, :, None]).sum(1, keepdim=True)
         out.append(S.sum(1))
     return torch.stack(out, 1)
 
@@ -390,7 +390,7 @@ def irregular(x, w, u):
 
 
 NEGATIVES = [
-    lstm, gru, vanilla, matrix_carry, normalised, squared, shifted, coupled, delta_rule, fibonacci, no_loop, irregular
+    lstm, gru, vanilla, matrix_carry, normalised, squared, shifted, coupled, two_keys, fibonacci, no_loop, irregular
 ]  # fmt: skip
 
 
@@ -417,7 +417,7 @@ def test_a_step_that_computes_otherwise_ends_the_loop(rewritten):
 
 
 REASONS = [
-    (delta_rule, "mixes elements"),
+    (two_keys, "mixes elements"),
     (gru, "mixes elements"),
     (vanilla, "mixes elements"),
     (squared, "by itself"),

@@ -1,0 +1,305 @@
+"""Carries that a step maps by a diagonal plus a matrix of rank one: the delta rule, with or without decay.
+
+    S <- D S;    S <- S + k (b x - b Sᵀ r)ᵀ;    o = Sᵀ q
+
+A step's new state is read as a sum of products in index notation, so the spelling does not matter. It is this map if
+one product is the decayed state, one contracts the decayed state along the keys, and all others hold no state; the last
+two kinds have the same write keys k. States are not written: all that reads them must contract them, after the step.
+
+Shapes. A state has axes in any order: those of the keys (n), of the values (p), which only x runs along, and others.
+Source: Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464), section 3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ir.builder import downstream
+from ..ir.fx import is_tensor, value
+from ..ir.index import Factor, Product, expand, index, leaf, matmul_product, sum_product
+from ..ir.symbols import Label, resolve, unify
+
+aten = torch.ops.aten
+
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+_PRODUCTS = (aten.mm.default, aten.bmm.default)
+_COPIES = (aten.clone.default, aten.alias.default)
+_WRITTEN = -1
+"""The axis of the write keys in a product that contracts the state: that of the read keys is n."""
+
+
+class _Other(Exception):
+    """A step does something else."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A factor of a step's product.
+
+    Attributes:
+        node: The factor.
+        places: Which axis of the state each of its axes of more than one element runs along.
+        key: The same for equal values.
+    """
+
+    node: Node = field(compare=False)
+    places: tuple[int, ...]
+    key: str
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A number times factors."""
+
+    number: float
+    parts: tuple[Part, ...]
+
+    def along(self, place: int) -> list[Part]:
+        """Return the factors that run along an axis of the state."""
+        return [part for part in self.parts if place in part.places]
+
+    def without(self, parts: Iterable[Part]) -> Weighted:
+        """Leave factors out.
+
+        Raises:
+            _Other: It does not have them.
+        """
+        left = Counter(self.parts)
+        left.subtract(parts)
+        if min(left.values(), default=0) < 0:
+            raise _Other
+        return Weighted(self.number, tuple(left.elements()))
+
+
+@dataclass(frozen=True)
+class Query:
+    """A node that contracts each step's new state.
+
+    Attributes:
+        node: The node.
+        factors: What the state is multiplied by.
+        out: Which axis of the state each of its axes of more than one element is; merged ones are apart.
+    """
+
+    node: Node
+    factors: Weighted
+    out: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankOne:
+    """A step that is the delta rule.
+
+    Attributes:
+        state: The old state.
+        new: The new one.
+        n: The axis of the keys.
+        p: That of the values; None if there is none.
+        decay: D.
+        keys: k.
+        reads: r, and what multiplies it but not x.
+        beta: b.
+        inputs: The summands of x.
+        queries: What contracts the new states.
+    """
+
+    state: Node
+    new: Node
+    n: int
+    p: int | None
+    decay: Weighted
+    keys: Weighted
+    reads: Weighted
+    beta: Weighted
+    inputs: tuple[Weighted, ...]
+    queries: tuple[Query, ...] = ()
+
+    @property
+    def others(self) -> list[int]:
+        """The axes of batch and heads."""
+        return [place for place in range(value(self.state).dim()) if place not in (self.n, self.p)]
+
+
+def read_rank_one(graph: Graph, state: Node, new: Node) -> RankOne | None:
+    """Read a step's new state as the delta rule of its old one; None if it is something else."""
+    while new.target in _COPIES:
+        new = new.args[0]  # type: ignore[assignment]
+    if not (is_tensor(new) and value(new).is_floating_point() and value(new).shape == value(state).shape):
+        return None
+    values = _Values()
+    try:
+        step = _step(values, state, new)
+        queries, hidden = list[Query](), downstream(new) - {new}
+        for node in graph.nodes:
+            if node in hidden and (query := _query(values, node, new, step.n)) is not None:
+                queries.append(query)
+                hidden -= downstream(node)
+        return _with_values(replace(step, queries=tuple(queries)))
+    except _Other:
+        return None
+
+
+def _step(values: _Values, state: Node, new: Node) -> RankOne:
+    whole, dependent = leaf(new), downstream(state)
+    products = list(_multiplied_out(whole, state, dependent))
+    rows = [resolve(label) for label in whole.labels]
+    if any(len(row) > 1 for row in rows):
+        raise _Other
+    holding = [product for product in products if any(factor.node is state for factor in product.factors)]
+    decaying = [product for product in holding if not product.bound]
+    if len(decaying) != 1 or len(holding) != 2 or len(products) < 3:
+        raise _Other
+    decay, _ = values.weighted(decaying[0], state, rows)
+    erased, n = values.weighted(next(product for product in holding if product.bound), state, rows)
+    inputs = [values.weighted(product, None, rows)[0] for product in products if product not in holding]
+    if n is None or not decay.number > 0:
+        raise _Other
+    reads = erased.without(decay.parts)  # what is read is the decayed state
+    written = reads.along(_WRITTEN)
+    reads = replace(reads.without(written), number=-erased.number / decay.number)
+    keys = [replace(part, places=tuple(n if x == _WRITTEN else x for x in part.places)) for part in written]
+    if not keys or not reads.along(n) or any(Counter(term.along(n)) != Counter(keys) for term in inputs):
+        raise _Other
+    if any(len(set(part.places)) != len(part.places) for part in keys):
+        raise _Other  # one matrix in place of two keys
+    inputs = [term.without(keys) for term in inputs]
+    common = Counter(part for part in reads.parts if n not in part.places)
+    for term in inputs:
+        common &= Counter(term.parts)
+    beta = Weighted(1.0, tuple(common.elements()))
+    inputs = [term.without(beta.parts) for term in inputs]
+    return RankOne(
+        state, new, n, None, decay, Weighted(1.0, tuple(keys)), reads.without(beta.parts), beta, tuple(inputs)
+    )
+
+
+def _with_values(step: RankOne) -> RankOne:
+    """Choose the axis of the values: all but inputs are the same along it."""
+    read = (step.decay, step.keys, step.reads, step.beta, *(query.factors for query in step.queries))
+    used, written = ({x for term in terms for part in term.parts for x in part.places} for terms in (read, step.inputs))
+    free = [place for place in range(value(step.state).dim()) if place not in used]
+    p = max(free, key=lambda place: (place in written, place), default=None)
+    found = replace(step, p=p)
+    if p is None and not all(step.keys.along(place) for place in found.others):
+        raise _Other  # keys would have to be repeated for each value
+    return found
+
+
+def _multiplied_out(product: Product, state: Node, dependent: set[Node]) -> Iterator[Product]:
+    """Yield products, whose sum is the given one, that hold the state as itself, or no value that depends on it."""
+
+    def opened(node: Node) -> Product | None:
+        found: Product | None = None
+        if node is state or (node in dependent and node.target in _SUMS):
+            return None
+        if node in dependent and node.target is aten.sum.dim_IntList:
+            found = sum_product(node)
+        elif node in dependent and node.target in _PRODUCTS:
+            found = matmul_product(node)
+        else:
+            found = index(node)
+        return None if found is None or any(factor.node is node for factor in found.factors) else found
+
+    product = expand(product, opened)
+    held = [factor for factor in product.factors if factor.node in dependent]
+    if all(factor.node is state for factor in held):
+        yield product
+        return
+    if len(held) > 1 or held[0].pending or held[0].node.target not in _SUMS:
+        raise _Other
+    (total,) = held
+    sides, rest = total.node.args[:2], tuple(factor for factor in product.factors if factor is not total)
+    number = total.node.kwargs.get("alpha", 1)
+    if not isinstance(number, int | float):
+        raise _Other
+    number = -number if total.node.target is aten.sub.Tensor else number
+    for side, scale in zip(sides, (1.0, number), strict=True):
+        if not (isinstance(side, Node) and is_tensor(side) and value(side).dtype == value(total.node).dtype):
+            raise _Other
+        one = leaf(side)
+        own = total.labels[len(total.labels) - len(one.labels) :]
+        if not all(unify(x, y) for x, y in zip(one.labels, own, strict=True) if x):
+            raise _Other
+        term = replace(product, factors=one.factors + rest, scale=product.scale * scale)
+        yield from _multiplied_out(term, state, dependent)
+
+
+class _Values:
+    """Tells which values of a step are equal."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Node, str] = {}
+        self._calls: dict[str, str] = {}
+
+    def _key(self, node: Node) -> str:
+        """Return the name of the first node that computes the same of the same."""
+        if node not in self._keys:
+            call = str((node.target, torch.fx.node.map_arg((node.args, node.kwargs), self._key)))
+            self._keys[node] = self._calls.setdefault(call, node.name) if node.op == "call_function" else node.name
+        return self._keys[node]
+
+    def weighted(self, product: Product, state: Node | None, rows: Sequence[Label]) -> tuple[Weighted, int | None]:
+        """Return a product without the state, and the axis that it is summed along, if it is.
+
+        Args:
+            product: The product.
+            state: The state that it holds; None if it holds none.
+            rows: The new state's axes.
+        """
+        where = {row[0]: place for place, row in enumerate(rows) if row}
+        if state is None:
+            if product.bound:
+                raise _Other
+            return self.parts(product, None, where), None
+        held = [factor for factor in product.factors if factor.node is state]
+        bound, labels = resolve(product.bound), [resolve(label) for label in held[0].labels]
+        summed = [place for place, (x, y) in enumerate(zip(labels, rows, strict=True)) if x != y]
+        if len(held) > 1 or held[0].pending or [labels[place] for place in summed] != [(axis,) for axis in bound]:
+            raise _Other
+        if len(summed) > 1 or any(not rows[place] for place in summed):
+            raise _Other
+        for place in summed:
+            where |= {rows[place][0]: _WRITTEN, bound[0]: place}
+        return self.parts(product, held[0], where), next(iter(summed), None)
+
+    def parts(self, product: Product, but: Factor | None, where: dict[Any, int]) -> Weighted:
+        """Return a product without one of its factors, given which axis of the state each symbol is."""
+        found = []
+        for factor in product.factors:
+            if factor is but:
+                continue
+            places = [where.get(axis) for axis in factor.axes()]
+            if factor.pending or None in places or len(set(places)) != len(places):
+                raise _Other
+            found.append(Part(factor.node, tuple(places), self._key(factor.node)))  # type: ignore[arg-type]
+        return Weighted(product.scale, tuple(found))
+
+
+def _query(values: _Values, node: Node, new: Node, n: int) -> Query | None:
+    """Read a node as a contraction of a step's new state along its keys; None if it is none."""
+    if node.target is aten.sum.dim_IntList:
+        product = sum_product(node)
+    else:
+        product = matmul_product(node) if node.target in _PRODUCTS else None
+    try:
+        products = list(_multiplied_out(product, new, downstream(new))) if product is not None else []
+        held = [factor for product in products for factor in product.factors if factor.node is new]
+        if len(products) != 1 or len(held) != 1 or held[0].pending:
+            return None
+        (product,) = products
+        labels = [resolve(label) for label in held[0].labels]
+        if any(len(label) > 1 for label in labels) or not labels[n] or resolve(product.bound) != labels[n]:
+            return None
+        where = {label[0]: place for place, label in enumerate(labels) if label}
+        out = [where.get(axis) for label in product.labels for axis in resolve(label)]
+        if None in out:
+            return None
+        return Query(node, values.parts(product, held[0], where), tuple(out))  # type: ignore[arg-type]
+    except _Other:
+        return None

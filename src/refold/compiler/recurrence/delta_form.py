@@ -1,0 +1,175 @@
+"""Emit the delta rule over all steps, for a step that is one (`refold.compiler.recurrence.delta`).
+
+The operator takes q, k, r (b, t, h, n), v (b, t, h, p), log decays (b, t, h) or (b, t, h, n), strengths (b, t, h), and
+a state (b, h, n, p). Of a state's other axes, b is the first, and h all the rest. Terms have the axes of all states:
+time, then those of a state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import log, prod
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ir.builder import Builder
+from ..ir.fx import mark_as_made, value
+from ..ir.operators import RANK_ONE
+from ..ir.sinking import sliced_early
+from .delta import Query, RankOne, Weighted
+from .duality import lay, logarithm
+from .readout import Term, terms
+from .signs import sign
+from .vectorize import Value
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """A carry that each step decays and corrects.
+
+    Attributes:
+        emit: Where operators are emitted to.
+        step: What a step does.
+        count: How many steps there are.
+        initial: The state before the first, in the shape of a state; None for zeros.
+        over_time: Gives a step's value over all steps.
+    """
+
+    emit: Builder
+    step: RankOne
+    count: Any
+    initial: Node | None
+    over_time: Callable[[Node], Value]
+
+    @property
+    def shape(self) -> list[Any]:
+        """The shape of all states."""
+        return [self.count, *value(self.step.state).shape]
+
+    @property
+    def rows(self) -> list[int | None]:
+        """The axes b, t and those of h; None is an axis of size one."""
+        others: list[int | None] = [place + 1 for place in self.step.others]
+        return [*(others[:1] or [None]), 0, *(others[1:] or [None])]
+
+    @property
+    def key(self) -> int:
+        """The axis n."""
+        return self.step.n + 1
+
+    @property
+    def channel(self) -> int | None:
+        """The axis p."""
+        return None if self.step.p is None else self.step.p + 1
+
+    @cached_property
+    def decay(self) -> tuple[float, list[Term]]:
+        """The decay, as a number and factors."""
+        number, found = self.step.decay.number, list[Term]()
+        for term in self.terms(self.step.decay):
+            scale, parts = terms(self.emit, sliced_early(self.emit, term.node), term.state_axes)
+            number, found = number * scale, found + parts
+        return number, found
+
+    def terms(self, factors: Weighted) -> list[Term]:
+        """Return a step's factors over all steps."""
+        found = []
+        for part in factors.parts:
+            x = self.over_time(part.node)
+            axes = [*[0] * x.has_time, *(place + 1 for place in part.places)]
+            node = self.emit.reshape(x.node, [self.shape[axis] for axis in axes])
+            found.append(Term(node, tuple(axes)))
+        return found
+
+    def laid(self, parts: list[Term], number: float, last: Sequence[int | None], like: Node | None = None) -> Node:
+        """Return a product as the operator takes it, (b, t, h) and the last axes."""
+        emit, dtype = self.emit, value(self.step.new).dtype
+        parts = [Term(emit.cast(term.node, dtype), term.state_axes) for term in parts]
+        x = lay(emit, parts, [*self.rows, *last], self.shape, number, like)
+        assert x is not None  # the axes of each were looked at
+        return emit.dense(self.merged(x, 2))
+
+    def merged(self, x: Node, start: int) -> Node:
+        """Merge the axes of h, which begin here."""
+        shape, stop = list(value(x).shape), start + len(self.rows) - 2
+        return self.emit.reshape(x, [*shape[:start], prod(shape[start:stop]), *shape[stop:]])
+
+
+def refuses_rank_one(facts: Corrections) -> str | None:
+    """Say why the operator does not take the decays: it wants their logarithms."""
+    number, factors = facts.decay
+    known = number > 0 and all(sign(term.node).nonnegative for term in factors)
+    return None if known else "the state is multiplied by what may be negative"
+
+
+def rank_one(facts: Corrections) -> tuple[dict[Node, Node], Node]:
+    """Emit `RANK_ONE`: what each query reads, (t, ...), and the last state."""
+    emit, step, n = facts.emit, facts.step, facts.key
+    k = facts.laid(facts.terms(step.keys), 1.0, [n])
+    given = {"k": k, "v": _inputs(facts, k), "g": _log_decay(facts, k), "beta": None, "r": None}
+    if step.beta.parts:
+        given["beta"] = facts.laid(facts.terms(step.beta), 1.0, [])
+    if (step.reads.number, Counter(step.reads.parts)) != (1.0, Counter(step.keys.parts)):
+        given["r"] = facts.laid(facts.terms(step.reads), step.reads.number, [n])
+    state_order = [facts.rows[0], *facts.rows[2:], n, facts.channel]
+    if facts.initial is not None:
+        start = emit.permute(facts.initial, [axis - 1 for axis in state_order if axis is not None])
+        start = emit.reshape(start, [1 if axis is None else facts.shape[axis] for axis in state_order])
+        given["initial_state"] = emit.dense(facts.merged(start, 1))
+    found, last = dict[Node, Node](), None
+    for query in step.queries or [None]:
+        q = k if query is None else facts.laid(facts.terms(query.factors), query.factors.number, [n], k)
+        result = emit.call(RANK_ONE.target, *RANK_ONE.args(q=q, **given, scale=1.0))
+        mark_as_made(result)
+        if query is not None:
+            found[query.node] = _read(facts, query, emit.call(getitem, result, 0))
+        last = last or emit.call(getitem, result, 1)
+    assert last is not None
+    return found, _natural(facts, last, state_order, [axis + 1 for axis in range(len(facts.shape) - 1)])
+
+
+def _inputs(facts: Corrections, like: Node) -> Node:
+    """Return v."""
+    total: Node | None = None
+    for term in facts.step.inputs:
+        x = facts.laid(facts.terms(term), term.number, [facts.channel], like)
+        total = x if total is None else facts.emit.call(aten.add.Tensor, total, x)
+    assert total is not None
+    return total
+
+
+def _log_decay(facts: Corrections, like: Node) -> Node | None:
+    """Return g; None where nothing decays."""
+    number, factors = facts.decay
+    last = [facts.key] if any(facts.key in term.spans() for term in factors) else []
+    logs = [facts.laid([Term(logarithm(facts.emit, term), term.state_axes)], 1.0, last) for term in factors]
+    if number != 1.0:
+        logs.append(facts.laid([], log(number), last, like))
+    total = logs.pop() if logs else None
+    for x in logs:
+        total = facts.emit.call(aten.add.Tensor, total, x)
+    return total
+
+
+def _natural(facts: Corrections, x: Node, order: Sequence[int | None], target: Sequence[int]) -> Node:
+    """Split the merged axes of a result, and bring its axes into another order."""
+    own = [axis for axis in order if axis is not None]
+    x = facts.emit.reshape(x, [facts.shape[axis] for axis in own])
+    return facts.emit.permute(x, [own.index(axis) for axis in target])
+
+
+def _read(facts: Corrections, query: Query, y: Node) -> Node:
+    """Lay y out as a query has it."""
+    order = [*facts.rows, facts.channel]
+    out = [place + 1 for place in query.out]
+    ones = [axis for axis in order if axis and axis not in out]
+    x = _natural(facts, y, order, [0, *ones, *out])
+    return facts.emit.reshape(x, [facts.count, *value(query.node).shape])

@@ -1,0 +1,324 @@
+"""Loops over time that are the delta rule become its operator, and similar ones do not: exact in float64."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import refold
+from refold.compiler.ir.operators import RANK_ONE
+from refold.compiler.recurrence import systems
+from support.agreement import outputs, rewritten
+
+B, T, H, N, P = 2, 19, 3, 6, 4
+
+
+def operands(channels=P):
+    """Draw q, k, v, g, beta and r, (b, t, h, ...), in float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(B, T, H, *shape, generator=generator, dtype=torch.float64)
+
+    q, k, r = (F.normalize(draw(N), dim=-1) for _ in range(3))
+    return q, k, draw(channels), -draw().exp(), draw().sigmoid(), r
+
+
+def agree(fn, *inputs, training=False):
+    """Compare a function with its rewritten self, in float64; return what its loops became."""
+    found = []
+
+    def run(*xs):
+        y, rows = rewritten(flat, *xs, training=training)
+        found.extend(rows)
+        return y
+
+    def flat(*xs):
+        results = fn(*xs)
+        return torch.cat([x.flatten() for x in results]) if isinstance(results, tuple) else results
+
+    weights = torch.randn(flat(*inputs).shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = outputs(flat, inputs, training, weights)
+    for x, y in zip(expected, outputs(run, inputs, training, weights), strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-9, atol=1e-9)
+    return [row.detail for row in found if RANK_ONE.name in row.detail]
+
+
+def as_transformers(query, key, value, g, beta, initial_state=None, output_final_state=True):
+    """As its models compute without kernels: `torch_recurrent_gated_delta_rule` of Qwen3-Next."""
+    query, key, value, beta, g = (x.transpose(1, 2).contiguous() for x in (query, key, value, beta, g))
+    batch_size, num_heads, sequence_length, k_head_dim = key.shape
+    v_head_dim = value.shape[-1]
+    query = query * (1 / (query.shape[-1] ** 0.5))
+    core_attn_out = torch.zeros(batch_size, num_heads, sequence_length, v_head_dim).to(value)
+    last_recurrent_state = (
+        torch.zeros(batch_size, num_heads, k_head_dim, v_head_dim).to(value)
+        if initial_state is None
+        else initial_state.to(value)
+    )
+    for i in range(sequence_length):
+        q_t, k_t, v_t = query[:, :, i], key[:, :, i], value[:, :, i]
+        g_t = g[:, :, i].exp().unsqueeze(-1).unsqueeze(-1)
+        beta_t = beta[:, :, i].unsqueeze(-1)
+        last_recurrent_state = last_recurrent_state * g_t
+        kv_mem = (last_recurrent_state * k_t.unsqueeze(-1)).sum(dim=-2)
+        delta = (v_t - kv_mem) * beta_t
+        last_recurrent_state = last_recurrent_state + k_t.unsqueeze(-1) * delta.unsqueeze(-2)
+        core_attn_out[:, :, i] = (last_recurrent_state * q_t.unsqueeze(-1)).sum(dim=-2)
+    y = core_attn_out.transpose(1, 2).contiguous()
+    return (y, last_recurrent_state) if output_final_state else y
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize("final", [False, True])
+def test_transformers_spelling(training, initial, final):
+    q, k, v, g, beta, _ = operands()
+    start = [torch.randn(B, H, N, P, dtype=torch.float64)] if initial else []
+
+    def fn(*xs):
+        return as_transformers(*xs, output_final_state=final)
+
+    assert agree(fn, q, k, v, g, beta, *start, training=training) == [
+        f"{T} steps of a state of {B} x {H} x {N} x {P} as one {RANK_ONE.name}"
+    ]
+
+
+def as_fla(q, k, v, g, beta, r):
+    """With copies of the state, and an einsum that reads it."""
+    q, k, v, beta, g = (x.transpose(1, 2).contiguous() for x in (q, k, v, beta, g))
+    o, h = torch.zeros_like(v), torch.zeros(B, H, N, P).to(v)
+    for i in range(T):
+        b_q, b_k, b_v = q[:, :, i], k[:, :, i], v[:, :, i].clone()
+        h = h.clone() * g[:, :, i].exp()[..., None, None]
+        b_v = b_v - (h.clone() * b_k[..., None]).sum(-2)
+        b_v = b_v * beta[:, :, i][..., None]
+        h = h.clone() + b_k.unsqueeze(-1) * b_v.unsqueeze(-2)
+        o[:, :, i] = torch.einsum("bhd,bhdm->bhm", b_q, h)
+    return o
+
+
+def as_kda(q, k, v, g, beta, r):
+    """With a decay per key, and the strength in the key."""
+    g = g[..., None] * (1 + r.square())
+    S, o = k.new_zeros(B, H, N, P), torch.zeros_like(v)
+    for i in range(T):
+        q_i, k_i, v_i, g_i, b_i = q[:, i], k[:, i], v[:, i], g[:, i], beta[:, i]
+        S = S * g_i[..., None].exp()
+        S = S + torch.einsum("bhk,bhv->bhkv", b_i[..., None] * k_i, v_i - (k_i[..., None] * S).sum(-2))
+        o[:, i] = torch.einsum("bhk,bhkv->bhv", q_i, S)
+    return o
+
+
+def ungated(q, k, v, g, beta, r):
+    """DeltaNet, with the strength as an axis of one element."""
+    S, out, beta = torch.zeros(B, H, N, P).to(v), [], beta[..., None]
+    for i in range(T):
+        u = (v[:, i] - (S.clone() * k[:, i, ..., None]).sum(-2)) * beta[:, i]
+        S = S.clone() + k[:, i].unsqueeze(-1) * u.unsqueeze(-2)
+        out.append(torch.einsum("bhd,bhdm->bhm", q[:, i], S))
+    return torch.stack(out, 1), S
+
+
+def without_strength(q, k, v, g, beta, r):
+    S, out = torch.zeros(B, H, N, P).to(v), []
+    for i in range(T):
+        S = S + k[:, i, ..., None] * (v[:, i] - (S * k[:, i, ..., None]).sum(-2))[..., None, :]
+        out.append((S * q[:, i, ..., None]).sum(-2))
+    return torch.stack(out, 1)
+
+
+def with_matmul(q, k, v, g, beta, r):
+    """A state of (values, keys), and products of matrices."""
+    S, out = torch.zeros(B, H, P, N).to(v), []
+    for i in range(T):
+        S = S * g[:, i, :, None, None].exp()
+        u = beta[:, i, :, None, None] * (v[:, i, ..., None] - S @ k[:, i, ..., None])
+        S = S + u @ k[:, i, :, None]
+        out.append((S @ q[:, i, ..., None]).squeeze(-1))
+    return torch.stack(out, 1), S
+
+
+def with_bmm(q, k, v, g, beta, r):
+    """One axis for batch and heads, and `baddbmm`."""
+    q, k, v, g, beta = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, g, beta))
+    S, out = torch.zeros(B * H, N, P).to(v), []
+    for i in range(T):
+        S = g[:, i, None, None].exp() * S
+        u = (v[:, i, None] - torch.bmm(k[:, i, None], S)) * beta[:, i, None, None]
+        S = torch.baddbmm(S, k[:, i, :, None], u)
+        out.append(torch.bmm(q[:, i, None], S)[:, 0])
+    return torch.stack(out, 1), S
+
+
+def with_einsum(q, k, v, g, beta, r):
+    """Other keys are read than are written."""
+    S, out = torch.zeros(B, H, N, P).to(v), []
+    for q_t, k_t, v_t, r_t, g_t, b_t in zip(*(x.unbind(1) for x in (q, k, v, r, g, beta)), strict=True):
+        S = torch.einsum("bhnp,bh->bhnp", S, g_t.exp())
+        u = v_t - torch.einsum("bhnp,bhn->bhp", S, r_t)
+        S = S + torch.einsum("bhn,bhp,bh->bhnp", k_t, u, b_t)
+        out.append(torch.einsum("bhnp,bhn->bhp", S, q_t))
+    return torch.stack(out, 1), S
+
+
+def decay_from_gates(q, k, v, g, beta, r):
+    """The decays are formed before the loop, and are no exponentials."""
+    alpha, S, out = torch.sigmoid(-g - 1), v.new_zeros(B, H, N, P), []
+    for i in range(T):
+        S = 0.9 * S * alpha[:, i, :, None, None]
+        u = beta[:, i, :, None] * v[:, i] - (S * (beta[:, i, :, None] * r[:, i])[..., None]).sum(-2)
+        S = S + k[:, i, ..., None] * u[..., None, :]
+        out.append((S * q[:, i, ..., None]).sum(-2))
+    return torch.stack(out, 1)
+
+
+def multiplied_out(q, k, v, g, beta, r):
+    """As one sum of three products; signs are those of read keys."""
+    S, out = v.new_zeros(B, H, N, P), []
+    for i in range(T):
+        S = S * g[:, i, :, None, None].exp()
+        read = (S * k[:, i, ..., None]).sum(2, keepdim=True)
+        S = S + 0.5 * k[:, i, ..., None] * read + k[:, i, ..., None] * v[:, i, :, None]
+        out.append((S * q[:, i, ..., None]).sum(-2) * 2 + v[:, i])
+    return torch.stack(out, 1)
+
+
+def one_sequence(q, k, v, g, beta, r):
+    """A state without batch and heads; only the last one is used."""
+    q, k, v, beta = q[0, :, 0], k[0, :, 0], v[0, :, 0], beta[0, :, 0]
+    S = v.new_zeros(N, P)
+    for i in range(T):
+        S = S + torch.outer(k[i], (v[i] - (S * k[i, :, None]).sum(0)) * beta[i])
+    return S
+
+
+def shared_keys(q, k, v, g, beta, r):
+    """Keys and queries of one head for all; decays are of one element each."""
+    S, out = v.new_zeros(B, H, N, P), []
+    for i in range(T):
+        S = S * g[:, i, :1, None, None].exp()
+        u = v[:, i] - (S * k[:, i, :1, :, None]).sum(-2)
+        S = S + k[:, i, :1, :, None] * u[:, :, None]
+        out.append((S * q[:, i, :1, :, None]).sum(-2))
+    return torch.stack(out, 1)
+
+
+def two_queries(q, k, v, g, beta, r):
+    S, out = v.new_zeros(B, H, N, P), []
+    for i in range(T):
+        S = S + k[:, i, ..., None] * (v[:, i] - (S * k[:, i, ..., None]).sum(-2))[..., None, :]
+        out.append(torch.tanh((S * q[:, i, ..., None]).sum(-2)) * (S * r[:, i, ..., None]).sum(-2))
+    return torch.stack(out, 1)
+
+
+SPELLINGS = [
+    as_fla, as_kda, ungated, without_strength, with_matmul, with_bmm, with_einsum, decay_from_gates, multiplied_out,
+    one_sequence, shared_keys, two_queries,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("fn", SPELLINGS)
+def test_spellings(fn, training):
+    assert len(agree(fn, *operands(), training=training)) == 1
+
+
+# What a step may do otherwise than the delta rule, each with whether it is one all the same.
+OTHERWISE = {
+    "decay": {"key": True, "none": True, "value": False, "after": True, "key, after": False},
+    "erased": {"r": False},  # another key than the one that is written
+    "read": {"r": True, "q": True},
+    "source": {"old": False, "new": False},
+    "sign": {"+": True},
+    "state": {"transposed": False},
+    "strength": {"value": False, "of what is written": True},
+    "asked": {"old": False},
+}
+
+
+def program(decay="head", erased="k", read="k", source="decayed", sign="-", state="", strength="head", asked="new"):
+    """Return a loop with a step of these kinds."""
+
+    def fn(q, k, v, g, beta, r):
+        given, D, S, out = {"q": q, "k": k, "r": r}, g.exp()[..., None, None], v.new_zeros(B, H, N, N), []
+        D = {"key": D * r.sigmoid()[..., None], "value": D * q.sigmoid()[..., None, :]}.get(decay.split(",")[0], D)
+        b = beta[..., None, None] * (v.square()[..., None, :] if strength == "value" else 1)
+        for t in range(T):
+            late, K, R, E = decay.endswith("after"), *(given[name][:, t, ..., None] for name in ("k", read, erased))
+            old, S = S, S if late or decay == "none" else S * D[:, t]
+            write = K * v[:, t, ..., None, :] * b[:, t]
+            held = {"old": old, "new": S + write, "decayed": S}[source]
+            found = ((held.mT if state else held) * R).sum(-2, keepdim=True)
+            erase = E * found * (1 if strength == "of what is written" else b[:, t])
+            S = S + write + erase if sign == "+" else S + write - erase
+            S = S * D[:, t] if late else S
+            out.append(((old if asked == "old" else S) * q[:, t, ..., None]).sum(-2))
+        return torch.stack(out, 1)
+
+    return fn
+
+
+SINGLE = [(name, kind) for name, kinds in OTHERWISE.items() for kind in kinds]
+
+
+@pytest.fixture
+def few_coupled(monkeypatch):
+    """As without Numba: a state of so many elements is no small system."""
+    monkeypatch.setattr(systems, "_sweeps", lambda x: None)
+
+
+@pytest.mark.parametrize(("name", "kind"), SINGLE)
+def test_one_thing_otherwise(name, kind, few_coupled):
+    found = agree(program(**{name: kind}), *operands(N))
+    assert bool(found) == OTHERWISE[name][kind]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_some_things_otherwise(seed, few_coupled):
+    """Whatever a step does: it is computed as it is written."""
+    drawn = random.Random(seed)
+    some = {name: drawn.choice([*kinds]) for name, kinds in OTHERWISE.items() if drawn.random() < 0.4}
+    found = agree(program(**some), *operands(N), training=seed % 2 == 0)
+    assert not found or all(OTHERWISE[name][kind] for name, kind in some.items())
+
+
+def reset(keep):
+    """Return a loop over packed documents, each of which begins with a state of zeros."""
+
+    def fn(q, k, v, g, beta, r):
+        ends, S, out = g > -0.3, v.new_zeros(B, H, N, P), []
+        for i in range(T):
+            S = keep(S, ends[:, i, :, None, None])
+            S = S + k[:, i, ..., None] * (v[:, i] - (S * k[:, i, ..., None]).sum(-2))[..., None, :]
+            out.append((S * q[:, i, ..., None]).sum(-2))
+        return torch.stack(out, 1), S
+
+    return fn
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_factor_of_zero_ends_a_document(training):
+    found = agree(reset(lambda S, end: S * (~end).to(S)), *operands(), training=training)
+    assert len(found) == 1
+
+
+def test_a_masked_state_stays(few_coupled):
+    """Where a mask ends a NaN, a decay of zero would not."""
+    assert not agree(reset(lambda S, end: torch.where(end, 0.0, S)), *operands())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_one_program_for_all_lengths(training):
+    compiled = refold.compile(as_transformers, accept="always", verify="off", dynamic=True, strict=True, cache=False)
+    graphs = set()
+    for steps in (19, 40, 23):
+        q, k, v, g, beta = (x[:, :1].repeat(1, steps, *[1] * (x.dim() - 2)) for x in operands()[:5])
+        v = (v + torch.arange(steps)[:, None, None].sin()).requires_grad_(training)
+        y, state = compiled(q, k, v, g, beta)
+        expected = as_transformers(q, k, v, g, beta)
+        torch.testing.assert_close((y, state), expected, rtol=1e-9, atol=1e-9)
+        graphs |= {id(graph) for graph in compiled.report.graphs}
+        assert RANK_ONE.name in str(compiled.report)
+    assert len(graphs) == 1
