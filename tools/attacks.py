@@ -22,7 +22,7 @@ from typing import Any
 from refold.judge import Judge, Nursery, Terms, Verdict, program
 
 # Checks that level quick does not make, or makes only as far as its time allows; others are tried at that level.
-DEEP = {"N4", "N5", "N6", "N7", "U3", "P6"}
+DEEP = {"C6", "N4", "N5", "N6", "N7", "U3", "P6"}
 ROOT = Path(__file__).parent.parent / "tests"
 ORIGINALS = ROOT / "adversarial" / "originals"
 

@@ -15,7 +15,7 @@ from ..verify import numerics
 from . import inputs
 from .docket import Docket
 from .errors import Raised, Unjudgeable
-from .messages import Inspected
+from .messages import USES, Inspected
 from .process import Call, Process, Result
 from .results import ORDINARY, contiguous, identical, integral, judged, rms, rule, strides, unlike
 from .sides import Sides, Tensors
@@ -23,6 +23,8 @@ from .sides import Sides, Tensors
 COARSE = 0.01  # of a gradient at large inputs, where backwards lose digits
 SPOT = 0.05  # of the size of such a gradient, by which one element may be off
 DIGITS = 1e-4  # of it by which the original is off at most where it loses few digits itself
+LOW = {"autocast": torch.bfloat16, "bfloat16": torch.bfloat16}  # ways of use in which a program may round so
+OTHER_DTYPES = (*LOW, "float64")  # in which results may be of other dtypes
 METADATA = frozenset({"M1", "M2", "M3"})
 
 
@@ -93,11 +95,42 @@ class Comparison:
                 self.docket.step(check, f"{name}: {error.reason}")
             self.docket.note(f"{note}: {error.reason}")
             return True
+        if call.use in OTHER_DTYPES:
+            r, o, y = self._of_one_dtype(call, r, o, y)
         if other := unlike(o, y):
-            self.docket.step("M2", f"{name}: {other}")
+            self.docket.step("C6" if call.use else "M2", f"{name}: {other}")
         self._untouched(o, y)
         self.numbers(name, check, call, r, o, y)
         return True
+
+    def _of_one_dtype(self, call: Call, r: Result, o: Result, y: Result) -> tuple[Result, Result, Result]:
+        """Cast results to one dtype, where the way of use says which dtypes a program computes in; integers are let be.
+
+        A candidate need not follow: what the original gives in the plain way is as right.
+        """
+        sides, dtype = self.sides, LOW.get(call.use, self.sides.dtype)
+        if o.tree != y.tree or [m.shape for m in o.metadata] != [m.shape for m in y.metadata]:
+            return r, o, y
+        if [m.dtype for m in o.metadata] != [m.dtype for m in y.metadata]:
+            self.docket.note(f"{USES[call.use]}, it gives other dtypes than the original")
+
+        def cast(result: Result) -> Result:
+            real = torch.complex128 if dtype == torch.float64 else torch.complex64
+            tensors = [
+                t.to(dtype) if t.is_floating_point() else t.to(real) if t.is_complex() else own
+                for t, own in zip(result.tensors, o.tensors, strict=True)
+            ]
+            metadata = [replace(m, dtype=str(t.dtype)[6:]) for m, t in zip(o.metadata, tensors, strict=True)]
+            return replace(result, tensors=tensors, metadata=metadata)
+
+        sides.settle_state()
+        with sides.of_the_original():
+            plain = cast(sides.witness.call(replace(call, use=""), self.docket.terms.timeout))
+        each = zip(plain.tensors, cast(y).tensors, strict=True)
+        if all(judged("", a.to(torch.promote_types(a.dtype, torch.float64)), a, b, self.known, sides.longest).passed
+               for a, b in each):  # fmt: skip
+            return plain, plain, cast(y)
+        return r, cast(o), cast(y)
 
     # What kind of thing came back.
 
@@ -162,8 +195,11 @@ class Comparison:
                     self.known |= numerics.own_errors(a.double(), b)
         failure = worst.reason and f"{kind} inputs: {worst.reason}"
         if failure and found.index(worst) >= count:
-            check, failure = "N7", f"{self._gradient(call, o, found.index(worst) - count)}, {failure}"
-        if failure and check != "N9" and "C1" not in self.docket.off and (stale := self._earlier(o, y)):
+            check, failure = (
+                check if call.use else "N7",
+                f"{self._gradient(call, o, found.index(worst) - count)}, {failure}",
+            )
+        if failure and check not in ("N9", "C6") and "C1" not in self.docket.off and (stale := self._earlier(o, y)):
             check, failure = "C1", stale
         numbers = {"error": worst.error, "original": worst.original_error, "worst": worst.worst, "bound": worst.bound}
         self.docket.step(check, failure, kind=kind, **numbers)
@@ -176,6 +212,8 @@ class Comparison:
         tree = o.tree["items"][1] if isinstance(o.tree, dict) and o.tree.get("sequence") == "with gradients" else {}
         names = [name for name, each in zip(self.sides.gradients(call), tree.get("items", ()), strict=False)
                  if "tensor" in each]  # fmt: skip
+        if call.use == "jvp":
+            return f"derivative of result {index}"
         return f"gradient of {names[index]}" if index < len(names) else f"gradient {index}"
 
     def coarse(self, kind: str, call: Call, result: Result, sides: Sequence[tuple[Any, ...]]) -> None:
@@ -219,7 +257,8 @@ class Comparison:
         """
         sides = self.sides
         g = inputs.generator(self.docket.derived("moved", kind))
-        unit = [numerics.roundoff(t.dtype) if t.is_floating_point() else 0.0 for t in call.tensors]
+        low = numerics.roundoff(LOW[call.use]) if call.use in LOW else 0.0
+        unit = [max(low, numerics.roundoff(t.dtype)) if t.is_floating_point() else 0.0 for t in call.tensors]
         moved: list[Result] = []
         for _ in range(numerics.MOVES):
             signs = [2 * torch.randint(0, 2, t.shape, generator=g) - 1 for t in call.tensors]
@@ -320,8 +359,9 @@ class Comparison:
         for index in o.changed:
             if index not in y.changed:
                 step("S1", f"it left input {index} alone, which the original changes")
-            result = judged("", o.inputs_after[index].double(), o.inputs_after[index], y.inputs_after[index],
-                            numerics.NOTHING, 4 * self.sides.longest)  # fmt: skip
+            own = o.inputs_after[index]
+            wide = own.to(torch.promote_types(own.dtype, torch.float64))
+            result = judged("", wide, own, y.inputs_after[index], numerics.NOTHING, 4 * self.sides.longest)
             if result.reason:
                 step("S1", f"it changed input {index} otherwise than the original: {result.reason}")
         if others := sorted(set(y.left) - set(o.left)):

@@ -208,20 +208,13 @@ def constants(tree: Any) -> tuple[Any, list[Any]]:
     return tree, [] if value is None else [value]
 
 
-def twins(tree: Any, like: Sequence[torch.Tensor]) -> Any:
-    """Give one tensor for two arguments of equal shape and dtype; None if there are no two."""
-    if "items" not in tree or "dict" in tree:
-        return None
-    seen: dict[Any, int] = {}
-    for at, item in enumerate(tree["items"]):
-        if "tensor" in item:
-            x = like[item["tensor"]]
-            first = seen.setdefault((x.shape, x.dtype), item["tensor"])
-            if first != item["tensor"]:
-                items = [*tree["items"]]
-                items[at] = {"tensor": first}
-                return {**tree, "items": items}
-    return None
+def twins(tree: Any, like: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield structures in which one tensor is given for two arguments of equal shape and dtype, for each such two."""
+    items = tree.get("items", ()) if "dict" not in tree else ()
+    places = [(at, item["tensor"]) for at, item in enumerate(items) if "tensor" in item]
+    for (_, first), (at, other) in itertools.combinations(places, 2):
+        if (like[first].shape, like[first].dtype) == (like[other].shape, like[other].dtype):
+            yield {**tree, "items": [*items[:at], {"tensor": first}, *items[at + 1 :]]}
 
 
 def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:

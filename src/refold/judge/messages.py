@@ -22,7 +22,7 @@ DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isin
 # What a tensor may be that has no plain memory; nothing of it is read.
 ODD = ("not strided", "conjugate", "negated", "without memory", "on device meta")
 # What matters later to a tensor that has the right values.
-TRAITS = ("an inference tensor", "in memory that nobody can write to")
+TRAITS = ("an inference tensor", "in memory that nobody can write to", "with attributes of its own")
 _LARGEST, _ELEMENTS, _DEPTH, _NODES = 1 << 63, 1 << 48, 50, 100_000
 _TEXT = 4 << 20
 
@@ -130,7 +130,7 @@ class Adopt:
 
     Attributes:
         places: Where the values of each name lie.
-        way: ``loaded``, ``assigned``, ``in place``, ``data``, ``parameters`` or ``moved``; see `WAYS`.
+        way: In which way, a name of `WAYS`.
     """
 
     places: dict[str, Place]
@@ -144,8 +144,29 @@ WAYS = {
     "data": "another tensor as .data",
     "parameters": "other Parameter and buffer objects",
     "moved": "a move of all of them, as by .to(), and a change in place",
+    "called": "torch.func.functional_call",
+    "copied": "a change in place before a deep copy, which is called",
+    "copied first": "a change in place of it and of a deep copy, which is called",
 }
 """The ways in which a user's program gives a module other weights."""
+OPTIONAL = ("called", "copied", "copied first")
+"""Those that an original may not support, and that a candidate may refuse by an exception."""
+
+USES = {
+    "autocast": "under torch.autocast",
+    "float64": "with float64 as the default dtype",
+    "bfloat16": "with bfloat16 as the default dtype",
+    "deterministic": "with torch.use_deterministic_algorithms(True)",
+    "thread": "called from another thread",
+    "parts": "for inputs that are parts of one larger tensor",
+    "own memory": "for inputs in memory of torch's own",
+    "parameters": "for inputs that are parameters",
+    "same objects": "for the tensors of the call before, changed in place",
+    "between": "if it is called again before its results are used",
+    "overwritten": "if its arguments are overwritten after the call",
+    "jvp": "under torch.func.jvp",
+}
+"""The ways in which a user's program calls another one, beside the plain one; `uses` carries them out."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +187,7 @@ class Prepare:
         frozen: Whether no parameter requires a gradient.
         inner: Whether the inputs that require gradients are no leaves, but results of other operations.
         training: The mode of the modules; None leaves it.
+        use: The way in which it is called, a name of `USES`; empty for the plain one.
     """
 
     tree: Any
@@ -180,6 +202,7 @@ class Prepare:
     frozen: bool = False
     inner: bool = False
     training: bool | None = None
+    use: str = ""
 
 
 # Answers.

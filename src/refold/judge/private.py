@@ -24,6 +24,7 @@ COSTS = {
     "nn.modules.module._global_forward_hooks": "S4 does not count hooks of all modules",
     "optim.optimizer._global_optimizer_pre_hooks": "S4 does not count hooks of all optimizers",
     "nn.Module._forward_hooks": "S8 does not count hooks of modules",
+    "Tensor._backward_hooks": "S1 and S8 do not count hooks of tensors",
     "utils._config_module.ConfigModule.get_config_copy": "S4 does not see settings of torch's compiler",
     "utils._python_dispatch.TorchDispatchMode": "sums are not counted, so bounds are those of short ones; nor is T12",
 }
@@ -63,6 +64,7 @@ _implementations = _find("library._impls", ())
 _global_hooks = _find("nn.modules.module._global_forward_hooks")
 _optimizer_hooks = _find("optim.optimizer._global_optimizer_pre_hooks")
 _module_hooks = _find("nn.Module._forward_hooks")
+_tensor_hooks = _find("Tensor._backward_hooks")
 _config = _find("utils._config_module.ConfigModule.get_config_copy")
 DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", _NoMode)
 """A class whose instances, as context managers, see each operation."""
@@ -103,6 +105,12 @@ def count_hooks(module: torch.nn.Module) -> list[int]:
     """Return how many hooks of each kind a module has itself."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [] if _module_hooks is None else [len(getattr(module, kind, ())) for kind in kinds]
+
+
+def tensor_hooks(t: torch.Tensor) -> list[int]:
+    """Return how many hooks of each kind a tensor has."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [] if _tensor_hooks is None else [len(getattr(t, kind, None) or ()) for kind in kinds]
 
 
 def warm_compiler() -> None:

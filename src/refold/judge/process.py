@@ -60,6 +60,7 @@ class Call:
         frozen: Whether no parameter requires one.
         inner: Whether inputs that require gradients are results of other operations.
         training: The mode of the modules; None is that of the trial.
+        use: The way in which it is called, a name of `messages.USES`.
     """
 
     tree: Any
@@ -77,6 +78,7 @@ class Call:
     frozen: bool = False
     inner: bool = False
     training: bool | None = None
+    use: str = ""
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -361,6 +363,7 @@ class Process:
         command = messages.Prepare(
             call.tree, places[:count], places[count:], seed=call.seed, mode=mode, perturb=call.perturb, hold=hold,
             keep=call.keep, flow=call.flow, frozen=call.frozen, inner=call.inner, training=call.training,
+            use=call.use,
         )  # fmt: skip
         self.ask(command, messages.Done)
         return places

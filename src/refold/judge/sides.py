@@ -19,7 +19,7 @@ import torch
 from . import inputs, weights
 from .docket import Docket
 from .errors import Misbehaved, Unjudgeable
-from .messages import WAYS, Build, Description, Inspected
+from .messages import OPTIONAL, WAYS, Build, Description, Inspected
 from .nursery import Nursery
 from .process import Call, Process, Result
 from .program import Program
@@ -291,4 +291,6 @@ class Sides:
 
     def way(self, *purpose: object) -> str:
         """Draw a way in which users give other weights, that is not the plain one."""
-        return random.Random(self.docket.derived("way", *purpose)).choice([way for way in WAYS if way != "loaded"])
+        return random.Random(self.docket.derived("way", *purpose)).choice(
+            [way for way in WAYS if way not in ("loaded", *OPTIONAL)]
+        )

@@ -35,6 +35,7 @@ CHECKS: tuple[tuple[Check, bool], ...] = (
     (domain.integers, False),
     (domain.arguments, False),
     (use.gradients, False),
+    (use.otherwise, True),
     (domain.special_values, True),
     (domain.layouts, True),
     (use.left_behind, False),

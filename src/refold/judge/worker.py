@@ -11,13 +11,14 @@ waits for the call's stream and for no other stream. So the judge reads the same
 comes before its results is wrong, and the time of a call includes both copies, for original and candidate alike.
 
 Original and candidate run in the same way, so that neither is favoured. The only parts of refold imported here are
-`messages`, `sandbox`, `private` and `surroundings`.
+`messages`, `sandbox`, `private`, `surroundings` and `uses`.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import ctypes
 import importlib
 import importlib.util
@@ -34,6 +35,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,6 +68,7 @@ def _part(name: str) -> Any:
 messages: Any = _part("messages")
 private: Any = _part("private")
 surroundings: Any = _part("surroundings")
+uses: Any = _part("uses")
 
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
@@ -77,7 +80,7 @@ _L2_SET_ASIDE = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 def _of_modules(module: torch.nn.Module) -> list[Any]:
     """Return training modes and hooks of a module and those in it, and which parameters need or have a gradient."""
     modes = [(m.training, *private.count_hooks(m)) for m in module.modules()]
-    return [*modes, *((p.requires_grad, p.grad is not None) for p in module.parameters())]
+    return [*modes, *((p.requires_grad, p.grad is not None, private.tensor_hooks(p)) for p in module.parameters())]
 
 
 def _describe(t: torch.Tensor) -> Any:
@@ -99,7 +102,8 @@ def _describe(t: torch.Tensor) -> Any:
         storage_bytes=storage.nbytes() if storage is not None else 0,
         odd=[name for name, is_so in zip(messages.ODD, odd, strict=True) if is_so],
         requires_grad=t.requires_grad,
-        traits=[messages.TRAITS[0]] if t.is_inference() else [],  # through which no gradients flow later
+        # Through which no gradients flow later; with methods that may say anything.
+        traits=[messages.TRAITS[0]] * t.is_inference() + [messages.TRAITS[2]] * bool(vars(t)),
     )
 
 
@@ -108,6 +112,9 @@ def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return {"tensor": len(leaves) - 1}
+    if result and isinstance(value, float) and type(value) is not float:  # of another class, as NumPy's
+        inner = _flatten(float.__float__(value), leaves, result=True)
+        return {"sequence": f"class {type(value).__qualname__}", "items": [inner]}
     if result and isinstance(value, float):
         leaves.append(torch.tensor(value, dtype=torch.float64))
         return {"float": len(leaves) - 1}
@@ -116,9 +123,13 @@ def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
         return {"dict": _kind(value), "items": items}
     if isinstance(value, (list, tuple)):
         return {"sequence": _kind(value), "items": [_flatten(v, leaves, result=result) for v in value]}
-    if value is None or isinstance(value, (bool, int, str, float)):
+    if value is None or (isinstance if not result else _exactly_of)(value, (bool, int, str, float)):
         return {"value": value}
     return {"object": type(value).__qualname__}
+
+
+def _exactly_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    return type(value) in kinds
 
 
 def _kind(value: Any) -> str:
@@ -193,7 +204,9 @@ class Stub:
     def __init__(self, channel: socket.socket, region: mmap.mmap, folder: Path):
         self._channel, self._region, self._folder = channel, region, folder
         self._file = ""
-        self._program: Any = None
+        self._program: Any = None  # what is called: the module, or a copy of it,
+        self._own: Any = None
+        self._given: dict[str, torch.Tensor] = {}  # with these parameters and buffers in place of its own, if any
         self._source: Any = None
         self._inputs: list[torch.Tensor] = []
         self._ready: Any = None
@@ -255,7 +268,7 @@ class Stub:
             found = found.to(device, getattr(torch, dtype)).train(train)
         if not callable(found):
             raise TypeError(f"{attribute} is a {type(found).__name__}, which cannot be called")
-        self._program = torch.compile(found) if compiled else found
+        self._program = self._own = torch.compile(found) if compiled else found
 
     @property
     def _module(self) -> torch.nn.Module | None:
@@ -284,7 +297,7 @@ class Stub:
 
     def do_state(self) -> Any:
         """Describe parameters and buffers."""
-        state = {} if self._module is None else self._module.state_dict(keep_vars=True)
+        state = self._given or ({} if self._module is None else self._module.state_dict(keep_vars=True))
         return messages.State({name: self._stated(name, t) for name, t in state.items() if isinstance(t, torch.Tensor)})
 
     def _stated(self, name: str, t: torch.Tensor) -> Any:
@@ -297,6 +310,7 @@ class Stub:
     def do_adopt(self, places: dict[str, Any], way: str) -> None:
         """Take over parameters and buffers in one of the ways in which users do."""
         values = {name: self._tensor(messages.Place(**place)) for name, place in places.items()}
+        self._program, self._given = self._own, self._given if way == "called" else {}
         module = self._module
         if module is None:
             return
@@ -311,12 +325,21 @@ class Stub:
                 for t in {id(t): t for some in own_state for t in some}.values():
                     t.data = t.data.clone()
             own = module.state_dict(keep_vars=True)
+            states = [own]
+            if way == "copied first":  # the copy may rely on the module, so both get the values
+                self._program = copy.deepcopy(self._own)
+                states.append(self._program.state_dict(keep_vars=True))
             others: dict[int, torch.Tensor] = {}  # two names of one parameter stay so
             for name, value in values.items():
-                if way in ("in place", "moved"):
-                    own[name].data.copy_(value)  # which no version counter counts, and trainers of large models do
+                if way in ("in place", "moved", "copied", "copied first"):
+                    for state in states:
+                        state[name].data.copy_(value)  # no version counter counts it; trainers of large models do so
                     continue
                 fresh = torch.empty_like(own[name].data).copy_(value)
+                if way == "called":
+                    fresh = others.setdefault(id(own[name]), fresh)
+                    self._given[name] = fresh.requires_grad_(own[name].requires_grad)
+                    continue
                 if way == "data":
                     own[name].data = fresh
                     continue
@@ -324,6 +347,8 @@ class Stub:
                 if isinstance(own[name], torch.nn.Parameter):
                     fresh = torch.nn.Parameter(fresh, own[name].requires_grad)
                 setattr(module.get_submodule(".".join(path)), last, others.setdefault(id(own[name]), fresh))
+        if way == "copied":
+            self._program = copy.deepcopy(self._own)
 
     def do_order(self, names: list[str]) -> None:
         """Give gradients of parameters in this order; others follow as they are defined."""
@@ -364,7 +389,7 @@ class Stub:
     def go(self) -> Any:
         """Call the program on the inputs in the prepared places."""
         if self._device == "cpu":
-            tree, outputs, left = self._run()
+            tree, outputs, left = uses.run(self._ready.use, self._run, self._module, self._given)
             held: tuple[Any, ...] = ([t.detach() for t in outputs],)
             described = [_describe(t) for t in outputs]
         else:
@@ -373,7 +398,7 @@ class Stub:
             self._placed = [self._sent(place, before) for place in self._ready.tensors]
             self._leaves = [there for _, _, there in self._placed]
             self._back = [self._sent(place, {})[2] for place in self._ready.cotangents]
-            tree, outputs, left = self._run()
+            tree, outputs, left = uses.run(self._ready.use, self._run, self._module, self._given)
             received = [self._received(t) for t in outputs]
             for here, there, _ in self._placed:
                 here.copy_(there)
@@ -389,20 +414,32 @@ class Stub:
     def _run(self) -> tuple[Any, list[torch.Tensor], list[str]]:
         """Call the program; return the structure of what it gave, its tensors, and what it changed of the caller's."""
         outputs: list[torch.Tensor] = []
-        with self._in_mode() as left:
-            inner = self._ready.inner
-            leaves = [t * 1 if inner and t.requires_grad else t for t in self._leaves]
-            args = _unflatten(self._ready.tree, leaves)
-            before = _objects(args)
-            wanted = self._wanted() if self._back else []
-            if self._ready.flow == "added":
-                _filled(wanted, self._ready.seed)
-            result = self._program(*args)
+        ready, use = self._ready, self._ready.use
+
+        def back(result: Any, leaves: list[torch.Tensor]) -> None:
+            if self._back:
+                found: list[torch.Tensor] = []
+                _flatten(result, found, result=True)
+                self._gradients(found, self._wanted(leaves))
+
+        with self._in_mode() as left, uses.around(use):
+            own = uses.given(use, self._leaves)
+            leaves = [t * 1 if ready.inner and t.requires_grad else t for t in own]
+            build = partial(_unflatten, ready.tree)
+            args = build(leaves)
+            before = _objects([args, own])
+            wanted = self._wanted(own) if self._back else []
+            if ready.flow == "added":
+                _filled(wanted, ready.seed)
+            result = uses.call(use, self._program, args, build, leaves, self._device, ready.seed)
+            left += _left([args, own], before)
             tree = _flatten(result, outputs, result=True)
+            uses.afterwards(use, self._program, build, own, back)
             if self._back:
                 gradients = _flatten(self._gradients(list(outputs), wanted), outputs, result=True)
                 tree = {"sequence": "with gradients", "items": [tree, gradients]}
-        return tree, outputs, left + _left(args, before)
+            uses.given_back(own, self._leaves)
+        return tree, outputs, left
 
     @contextlib.contextmanager
     def _in_mode(self) -> Iterator[list[str]]:
@@ -478,11 +515,12 @@ class Stub:
             for host, flat in pairs:
                 host.copy_(flat)
 
-    def _wanted(self) -> list[torch.Tensor]:
+    def _wanted(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         """List the leaves of which gradients are asked for: inputs, then parameters."""
         named = {} if self._module is None else dict(self._module.named_parameters())
         named = {name: named[name] for name in [*filter(named.__contains__, self._order), *named]}
-        return [t for t in (*self._leaves, *named.values()) if t.requires_grad]
+        parameters = [self._given.get(name, t) for name, t in named.items()]
+        return [t for t in (*leaves, *parameters) if t.requires_grad]
 
     def _gradients(self, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> Any:
         if [list(t.shape) for t in outputs] != [list(p.shape) for p in self._back]:
@@ -563,7 +601,9 @@ def _objects(args: Any) -> tuple[Any, list[tuple[Any, ...]]]:
     """Return what a call must leave of the caller's own objects: their structure, and what each tensor is."""
     leaves: list[torch.Tensor] = []
     tree = _flatten(args, leaves, result=False)
-    return tree, [(t.data_ptr(), t.dtype, t.shape, t.stride(), t.requires_grad) for t in leaves]
+    return tree, [
+        (t.data_ptr(), t.dtype, t.shape, t.stride(), t.requires_grad, private.tensor_hooks(t)) for t in leaves
+    ]
 
 
 def _left(args: Any, before: tuple[Any, list[tuple[Any, ...]]]) -> list[str]:
@@ -573,9 +613,9 @@ def _left(args: Any, before: tuple[Any, list[tuple[Any, ...]]]) -> list[str]:
         return []
     if after[0] != before[0]:
         return ["the structure of its arguments"]
-    names = ("memory", "dtype", "shape", "strides", "need of a gradient")
+    names = ("memory", "dtype", "shape", "strides", "need of a gradient", "hooks")
     return [
-        f"the {name} of input {index}"
+        f"the {name} of input {index % (len(before[1]) // 2)}"
         for index, (old, new) in enumerate(zip(before[1], after[1], strict=True))
         for name, a, b in zip(names, old, new, strict=True)
         if a != b

@@ -27,7 +27,7 @@ def get_inputs():
 
 def _copy(folder, names):
     """Copy the files of a trial's process to a folder, as if PyTorch had none of these names."""
-    for file in ("worker.py", "messages.py", "sandbox.py", "private.py", "surroundings.py"):
+    for file in ("worker.py", "messages.py", "sandbox.py", "private.py", "surroundings.py", "uses.py"):
         text = (JUDGE / file).read_text()
         for name in names if file == "private.py" else ():
             assert name in text

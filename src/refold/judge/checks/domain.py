@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ..sides import Tensors
 
 DISCRETE = 4096  # integers and truth values among results that are compared,
 MORE = 200  # in so many more calls at most
+TWINS = 6  # pairs of arguments for which one tensor is given
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 
 
@@ -77,9 +79,9 @@ def arguments(case: Case) -> None:
     if others:
         said = f"the arguments {', '.join(map(repr, others))} were the same in all calls; other values were not tried"
         case.docket.note(said)
-    twins = inputs.twins(sides.tree, call.tensors)
-    if twins is not None and not case.docket.terms.train:
-        compare("one tensor given twice", "N6", replace(call, tree=twins), "not for one tensor given twice")
+    for twins in itertools.islice(inputs.twins(sides.tree, call.tensors), TWINS):
+        said = "not for one tensor given twice"
+        compare("one tensor given twice", "N6", replace(call, tree=twins), said, wide=case.docket.terms.train)
 
 
 def special_values(case: Case) -> None:

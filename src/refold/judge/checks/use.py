@@ -11,10 +11,14 @@ import torch
 
 from .. import inputs, weights
 from ..case import Case
+from ..comparison import OTHER_DTYPES
 from ..errors import Raised
-from ..messages import WAYS
+from ..messages import OPTIONAL, USES, WAYS
 from ..process import Call, Result
 from ..results import alike, identical, judged, unlike
+from ..sides import State, Tensors
+
+USES_LEAST = 4  # ways of use that are tried, however long calls take
 
 
 def first_calls(case: Case) -> None:
@@ -47,8 +51,20 @@ def other_weights(case: Case) -> None:
     comparison, suspect = case.comparison, sides.suspect
 
     def turn(kind: str, way: str, name: str) -> None:
-        sides.adopt(sides.other_weights(kind, name), way=way)
-        comparison.round(name, sides.actual("weights", name), check="C2")
+        state, values = sides.other_weights(kind, name), sides.actual("weights", name)
+        if way not in OPTIONAL:
+            sides.adopt(state, way=way)
+            comparison.round(name, values, check="C2")
+        elif _supported(case, state, values, way):
+            try:
+                sides.adopt(state, way=way)
+            except Raised as error:
+                docket.note(f"not {name}: {error.reason}")
+                return
+            call = sides.call(values)
+            if way != "called":  # a copy may have its gradients in the first one's parameters
+                call = replace(call, cotangents=(), grad=False, requires_grad=False)
+            comparison.unless_refused(name, "C2", call, f"not {name}")
 
     # "assigned" and "data" first: a view of the weights' memory is stale from then on.
     others = [way for way in WAYS if way not in ("loaded", "in place")]
@@ -71,6 +87,19 @@ def other_weights(case: Case) -> None:
         comparison.round("after its weights were written over", sides.actual("written"), check="C2", adopted=True)
     sides.adopt(sides.state)
     docket.verdict.ways |= {WAYS[way] for way in ways}
+
+
+def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
+    """Say whether the original gives the same when it is given weights in this way as when it loads them."""
+    sides, found = case.sides, []
+    call = sides.call(values)
+    for each in (way, "loaded"):
+        try:
+            sides.give(sides.witness, state, sides.dtype, way=each)
+            found.append(sides.witness.call(call, case.docket.terms.timeout))
+        except Raised:
+            return False
+    return alike(*found)
 
 
 def stale(case: Case) -> None:
@@ -170,6 +199,8 @@ def gradients(case: Case) -> None:
 
     compare("inputs that are results, normal", "N7", call("inner", inner=True), "", wide=True)
     compare("gradients that are held, normal", "N7", call("added", flow="added"), "", wide=True)
+    added = call("upstream", flow="added", inner=True)
+    compare("gradients that are held upstream, normal", "N7", added, "", wide=True)
     compare("second gradients of normal", "N7", call("second", flow="differentiated"), "no second gradients", wide=True)
     again = call("accumulated", flow="accumulated")
     compare("accumulated gradients of normal", "N7", again, "no second backward of one graph", wide=True)
@@ -186,6 +217,32 @@ def gradients(case: Case) -> None:
         name = f"no gradient for input {which}"
         compare(f"{name}, normal", "N7", call(name, constant=some), f"not without a gradient for input {which}",
                 wide=True)  # fmt: skip
+
+
+def otherwise(case: Case) -> None:
+    """C6: the same in other ways to call it, which are drawn at random if calls take long."""
+    sides, docket = case.sides, case.docket
+    rng, train = random.Random(docket.derived("uses")), docket.terms.train
+    uses = [use for use in USES if (train or use != "jvp") and not (sides.random and use in OTHER_DTYPES)]
+    rng.shuffle(uses)
+    began, tried, foreign = sum(sides.suspect.processor_time()), 0, []
+    for use in uses:
+        spent = max(sum(sides.suspect.processor_time()) - began, tried * sides.cost)
+        if tried >= USES_LEAST and spent > docket.level.shapes_s:
+            docket.note(f"calls take long, so {tried} of {len(uses)} other ways to call it were tried")
+            break
+        kind = rng.choice(("actual", "normal"))
+        call = sides.call(sides.actual(use) if kind == "actual" else sides.drawn(kind, use), use=use)
+        calls = {USES[use]: replace(call, cotangents=(), grad=False, requires_grad=False) if use == "jvp" else call}
+        if use == "between" and not train:
+            calls[f"{USES[use]} while gradients are recorded"] = replace(call, grad=True, requires_grad=True)
+        compare = case.comparison.unless_refused
+        done = [compare(f"{said}, {kind}", "C6", each, f"not {said}", wide=True) for said, each in calls.items()]
+        foreign += [] if any(done) else [USES[use]]
+        tried += 1
+    if foreign:
+        docket.note(f"the original cannot be called {', '.join(foreign)}; so it was not tried")
+    docket.step("C6", tried=uses[:tried])
 
 
 def _plain_sum(case: Case) -> None:

@@ -1,0 +1,145 @@
+"""The ways in which users call a program, other than the plain one, as the process of a trial carries them out.
+
+Each changes the call in one respect; `messages.USES` has their names. That process loads this file by its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+Build = Callable[[list[torch.Tensor]], Any]  # arguments from tensors
+_APART = 13  # elements between the parts of one tensor
+
+
+class _Around(torch.nn.Module):
+    """A call of a module that is a part of this one."""
+
+    def __init__(self, module: torch.nn.Module, run: Callable[[], Any]):
+        super().__init__()
+        self.module, self.run = module, run
+
+    def forward(self) -> Any:
+        return self.run()
+
+
+def run(use: str, call: Callable[[], Any], module: torch.nn.Module | None, state: dict[str, torch.Tensor]) -> Any:
+    """Make a call and its backward, with other parameters and buffers or in a thread of its own, if so asked."""
+    if module is not None and state:
+        # The backward, too: what torch.utils.checkpoint computes once more there needs the same weights.
+        others = {f"module.{name}": t for name, t in state.items()}
+        return torch.func.functional_call(_Around(module, call), others, ())
+    if use != "thread":
+        return call()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+@contextlib.contextmanager
+def around(use: str) -> Iterator[None]:
+    """Set what a user has set who calls it so."""
+    dtype, mode = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
+    try:
+        if use in ("float64", "bfloat16"):
+            torch.set_default_dtype(getattr(torch, use))
+        if use == "deterministic":  # torch.use_deterministic_algorithms imports torch's compiler, which takes seconds
+            torch.set_deterministic_debug_mode("error")
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_deterministic_debug_mode(mode)
+        if use == "deterministic" and "torch._inductor.config" in sys.modules:  # which follows, if it was needed
+            torch.use_deterministic_algorithms(bool(mode))
+
+
+def given(use: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that a user gives in place of these."""
+    if use == "parameters":
+        return [
+            torch.nn.Parameter(t, t.requires_grad or not torch.is_grad_enabled()) if _real(t) else t for t in leaves
+        ]
+    if use == "own memory":
+        return [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves]
+    if use == "parts":
+        wholes = {d: torch.zeros(sum(t.numel() + _APART for t in leaves), dtype=d) for d in {t.dtype for t in leaves}}
+        return [_part(t, wholes[t.dtype].to(t.device), at) for t, at in zip(leaves, _places(leaves), strict=True)]
+    return leaves
+
+
+def _places(leaves: list[torch.Tensor]) -> Iterator[int]:
+    at = _APART
+    for t in leaves:
+        yield at
+        at += t.numel() + _APART
+
+
+def _part(t: torch.Tensor, whole: torch.Tensor, at: int) -> torch.Tensor:
+    part = whole[at : at + t.numel()].view(t.shape)
+    with torch.no_grad():
+        part.copy_(t)
+    return part.detach().requires_grad_() if t.requires_grad else part
+
+
+def given_back(own: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
+    """Write what has become of these tensors where the judge looks at it."""
+    for mine, t in zip(own, leaves, strict=True):
+        if mine is not t:
+            t.data.copy_(mine.data)
+
+
+def call(use: str, program: Any, args: Any, build: Build, leaves: list[torch.Tensor], device: str, seed: int) -> Any:
+    """Call a program with arguments, which ``build`` makes of these tensors."""
+    if use == "autocast":
+        with torch.autocast(device, torch.bfloat16):
+            return program(*args)
+    if use == "jvp":
+        return _derivatives(program, build, leaves, seed)
+    if use == "same objects":
+        values = [t.detach().clone() for t in leaves]
+        for t, other in zip(leaves, _others(leaves, 1), strict=True):
+            t.data.copy_(other)
+        program(*build(leaves))
+        for t, value in zip(leaves, values, strict=True):
+            t.data.copy_(value)
+    return program(*args)
+
+
+def afterwards(use: str, program: Any, build: Build, own: list[torch.Tensor], back: Callable[[Any, Any], Any]) -> None:
+    """Do what a user does after a call, before its results are used or gradients flow back (``back``)."""
+    if use == "between":
+        for turn in (1, 2):
+            others = _others(own, turn)
+            back(program(*build(others)), others)
+    if use == "overwritten":
+        with torch.no_grad():
+            for t in own:
+                t.copy_(t.clone().reshape(-1).roll(1).reshape(t.shape))
+
+
+def _others(leaves: list[torch.Tensor], turn: int) -> list[torch.Tensor]:
+    """Return tensors with the same numbers in another order; integers, which may be positions, stay."""
+    return [t.detach().roll(turn).requires_grad_(t.requires_grad) if _real(t) else t.clone() for t in leaves]
+
+
+def _real(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _derivatives(program: Any, build: Build, leaves: list[torch.Tensor], seed: int) -> Any:
+    """Return results, and derivatives along a random direction, in forward mode."""
+    g = torch.Generator().manual_seed(seed)
+    at = [index for index, t in enumerate(leaves) if _real(t)]
+
+    def function(*some: torch.Tensor) -> Any:
+        changed = dict(zip(at, some, strict=True))
+        return program(*build([changed.get(index, t) for index, t in enumerate(leaves)]))
+
+    some = tuple(leaves[index] for index in at)
+    kinds = [torch.complex64 if t.is_complex() else torch.float32 for t in some]
+    along = [torch.randn(t.shape, generator=g, dtype=kind).to(t) for t, kind in zip(some, kinds, strict=True)]
+    return torch.func.jvp(function, some, tuple(along))
