@@ -21,15 +21,15 @@ model = GraniteMoeHybridForCausalLM(config).train()
 summary = refold.accelerate(model, group=dist.group.WORLD)
 model.gradient_checkpointing_enable()
 
-tokens = torch.arange(301)[None] % 7  # all ranks read the whole batch
-documents = torch.tensor([0, 40, 230, 301])  # the second one crosses ranks
+tokens = torch.arange(101)[None] % 7  # all ranks read the whole batch
+documents = torch.tensor([0, 20, 75, 101])  # the second one crosses ranks
 batch = {"input_ids": tokens, "labels": tokens, "cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
 found = summary.check(batch)  # in float64, against a copy on one device
 print(f"largest difference from one device, of {len(found)} values: {max(found.values()):.0e}")
 
-optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
+optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
 own, cut = shard(batch, dist.group.WORLD)
-for _ in range(12):
+for _ in range(6):
     optimizer.zero_grad()
     loss = model(**own).loss  # of the tokens of this rank, divided by the targets of all
     loss.backward()

@@ -4,6 +4,7 @@ The processes start once and run everything; the tests look at what they found.
 """
 
 import copy
+import itertools
 import runpy
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers as t
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import refold
 from refold.errors import ArgumentError, RefoldError
 from refold.integrations import documents, mixers, ranks
 from refold.ops.torch import cuts
 from refold.parallel import Cut, shard
-from support.families import NAMES, VOCAB, make
+from support.families import NAMES, VOCAB, cache_name, make
 from support.ranks import on_ranks
 
 BOUND = 1e-6
@@ -106,7 +109,7 @@ def compare(model, batch, group, lengths, layout="contiguous", local=(), checkpo
 def cases():
     """Yield a name, a model, a batch, the tokens of each rank, and how they are cut."""
     for name in NAMES:
-        yield name, make(name), {"input_ids": ids(2)}, UNEVEN, {}
+        yield name, make(name), {"input_ids": ids(2)}, (14, 9), {}
     yield "qwen3_5", qwen(), {"input_ids": ids(2)}, UNEVEN, {}
     rope = make("granitemoehybrid", position_embedding_type="rope")
     packed = {"input_ids": ids(), "cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}
@@ -117,10 +120,42 @@ def cases():
     yield "an index", rope, {"input_ids": ids(), "seq_idx": INDEX}, (8, 7, 8), {"local": ["seq_idx"]}
     yield "zig-zag", rope, {"input_ids": ids(2)}, (6, 12, 5), {"layout": "zigzag"}
     yield "zig-zag of one token", rope, {"input_ids": ids(2)}, (1, 21, 1), {"layout": "zigzag"}
-    for again in (True, False):
-        for name, batch in {"documents": packed, "rows": {"input_ids": ids(2)}}.items():
-            options = {"checkpointing": {"use_reentrant": again}}
-            yield f"checkpointing of {name}, {again}", rope, batch, UNEVEN, options
+    for again, batch in ((True, packed), (False, {"input_ids": ids(2)})):
+        yield f"checkpointing, {again}", rope, batch, UNEVEN, {"checkpointing": {"use_reentrant": again}}
+
+
+def prompts(group):
+    """Yield how logits differ that follow a prompt that ranks have read, on each of them alone."""
+    rope, more = make("granitemoehybrid", position_embedding_type="rope"), ids(2, 5)
+    cut = itertools.cycle([((10, 12, 1), "zigzag"), ((20, 1, 2), "contiguous"), (UNEVEN, "contiguous")])
+    models = make("mamba2"), make("jamba"), make("falcon_h1"), qwen().eval(), rope
+    for model, (lengths, layout) in zip(models, cut, strict=False):
+        model.double()
+        places, keyword = Cut(group, lengths, layout).positions(), cache_name(model)
+        with torch.no_grad():
+            summary = refold.accelerate(model, group=Cut(group, layout=layout))
+            cache = model(ids(2)[:, places], use_cache=True)[keyword]
+            summary.undo()
+            refold.accelerate(model)
+            expected = model(torch.cat([ids(2), more], 1), use_cache=False).logits[:, -5:]
+            found = torch.cat([model(more[:, i : i + 1], **{keyword: cache}).logits for i in range(5)], 1)
+        yield float((found - expected).abs().max() / expected.abs().max())
+
+
+def sharded(group):
+    """Yield how gradients differ whose parameters FSDP2 shards over the same ranks, in float32."""
+    mesh, model = init_device_mesh("cpu", (3,)), make("granitemoehybrid", num_local_experts=0).train()
+    batch = {"input_ids": ids(), "labels": ids(), "cu_seq_lens_q": OFFSETS}
+    one = copy.deepcopy(model)
+    refold.accelerate(one)
+    one(**batch).loss.backward()
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    refold.accelerate(model, group=mesh)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    (model(**shard(batch, mesh)[0]).loss * 3).backward()  # FSDP averages
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        yield float((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max().clamp(min=1e-3))
 
 
 def refused(group):
@@ -186,7 +221,11 @@ def work(rank, size):
             found["cases"][name] = compare(model, batch, groups[len(lengths)], lengths, **options)
     with mock.patch.multiple(dist, init_process_group=lambda *_: None, destroy_process_group=lambda: None):
         runpy.run_path(EXAMPLE)  # it ends with an error if ranks differ from one device
-    return found | {"refused": list(refused(groups[3])), "checked": dict(checked(groups[3]))}
+    return (
+        found
+        | {"refused": list(refused(groups[3])), "checked": dict(checked(groups[3]))}
+        | {"prompts": list(prompts(groups[3])), "sharded": list(sharded(groups[3]))}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +236,23 @@ def results(tmp_path_factory):
 def test_equals_one_device(results):
     wrong = [(rank, name, lines) for rank, found in results.items() for name, lines in found["cases"].items() if lines]
     assert wrong == []
-    assert len(results[0]["cases"]) == len(NAMES) + 15
+    assert len(results[0]["cases"]) == len(NAMES) + 13
+
+
+def test_each_rank_goes_on_from_a_prompt_that_all_have_read(results):
+    assert max(max(found["prompts"]) for found in results.values()) < BOUND
+    assert len(results[0]["prompts"]) == 5
+
+
+def test_parameters_that_are_sharded(results):
+    assert max(max(found["sharded"]) for found in results.values()) < 1e-4
 
 
 def test_all_ranks_raise_what_cannot_be_honoured(results):
     said, others = results[1]["refused"], results[0]["refused"]
     expected = [
         "Pass shift_labels and num_items_in_batch with labels, as refold.parallel.shard",
-        "Pass use_cache=False; to generate, undo() first",
+        "Pass use_cache=True under torch.no_grad(), and no cache",
         "attention_mask must be None or ones (2, 23)",
         "Pass output_router_logits=False",
         "a call has input_ids or inputs_embeds",

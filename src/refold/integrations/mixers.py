@@ -31,6 +31,7 @@ from refold.compat.slots import to_read
 from refold.errors import ArgumentError
 from refold.integrations.documents import current, read, shared
 from refold.integrations.padding import Padding
+from refold.ops.torch.cuts import summed
 from refold.ops.torch.nodes import exporting_to_onnx
 from refold.parallel import Cut
 
@@ -192,9 +193,9 @@ class _Call:
 def _begin(self: Any, x: Tensor, cache: Any, mask: Tensor | None, given: dict[str, Any]) -> tuple[Tensor, _Call]:
     """Return a layer's inputs without padding, and what this call goes on from."""
     documents, group = _documents(given), shared()
-    if group is not None and cache is not None:
-        raise ArgumentError(f"{type(self).__name__}: no cache is kept over ranks. Pass use_cache=False to the model.")
     window, state = _cached(cache, self.layer_idx)
+    if group is not None and state is not None:
+        raise ArgumentError(f"{type(self).__name__}: ranks do not go on from a cache. Undo accelerate to read more.")
     window, state = (None if held is None else to_read(held) for held in (window, state))
     padding = Padding.of(mask, x.shape[1], state, cache is not None)
     mask = None if mask is None else mask[:, -x.shape[1] :]
@@ -277,14 +278,16 @@ def _convolve(self: Any, x: Tensor, call: _Call) -> Tensor:
         rest: dict[str, Any] = {"weight": conv.weight.squeeze(1), "bias": conv.bias, "group": call.group}
         rest["activation"] = "silu" if fused else None
         if documents is None:
-            y, _ = ops.causal_conv1d(x, initial_state=before, **rest)
+            y, last = ops.causal_conv1d(x, initial_state=before, **rest)
         else:
-            y, _ = documents.run(ops.causal_conv1d, {"x": x}, before, **rest)
+            y, last = documents.run(ops.causal_conv1d, {"x": x}, before, **rest)
     else:
-        y, fused = _call_convolution(conv, x, before, documents, call.group), False
+        last, y, fused = None, _call_convolution(conv, x, before, documents, call.group), False
     if call.cache is not None:
         plain = documents is None and call.padding is None
         kept = x.mT if plain else _last_inputs(x, call, width)
+        if call.group is not None:  # the first input that a cache holds is never read
+            kept = F.pad(summed(call.group, last), (1, 0))
         call.cache.update_conv_state(kept, call.layer, conv_kernel_size=width)
     return y if fused else _activation(self)(y)
 
@@ -346,6 +349,7 @@ def _scan(
         y, states = documents.run(operator, tokens, state, **parameters)
         after = documents.ends(states)
     if call.cache is not None:
+        after = after if call.group is None else summed(call.group, after)
         call.cache.update_recurrent_state(store(after), call.layer)
     return y
 

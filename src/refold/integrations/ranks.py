@@ -88,6 +88,7 @@ def share(cut: Cut, model: nn.Module, given: dict[str, Any], positions: bool) ->
         "the names of arguments": sorted(name for name, value in given.items() if value is not None),
         "rows": len(tokens),
         "training, gradients": (model.training, torch.is_grad_enabled()),
+        "use_cache": given.get("use_cache"),
         "documents": None if found is None or found.cu_seqlens.is_cuda else found.cu_seqlens.tolist(),
     }
     lengths = agree(cut, who, facts, tokens.shape[1], device, refused=False)
@@ -105,6 +106,8 @@ def share(cut: Cut, model: nn.Module, given: dict[str, Any], positions: bool) ->
         raise ArgumentError(
             f"{who}: offsets are those of the whole sequence, {sum(lengths)} tokens on all ranks; they end at {end}."
         )
+    if found is not None and given.get("use_cache"):
+        raise ArgumentError(f"{who}: a cache over ranks holds one document per row; got several. Read each alone.")
     return found, cut
 
 
@@ -120,8 +123,11 @@ def _checked(
     """Return the documents that offsets describe, once it is known that this rank can take the arguments."""
     if tokens is None:
         raise ArgumentError(f"{who}: over ranks, a call has input_ids or inputs_embeds.")
-    if given.get("use_cache") or any(given.get(name) is not None for name in _CACHES):
-        raise ArgumentError(f"{who}: no cache is kept over ranks. Pass use_cache=False; to generate, undo() first.")
+    if any(given.get(name) is not None for name in _CACHES) or (given.get("use_cache") and torch.is_grad_enabled()):
+        raise ArgumentError(
+            f"{who}: ranks read a prompt at once, without gradients. Pass use_cache=True under torch.no_grad(), and no "
+            "cache: the model makes one. To go on from it, undo() first."
+        )
     if (mask := given.get("attention_mask")) is not None:
         if not (isinstance(mask, Tensor) and mask.shape == tokens.shape[:2] and bool(mask.all())):
             raise ArgumentError(
@@ -154,7 +160,7 @@ def watch(model: nn.Module, positions: bool, cut: Cut) -> list[Any]:
     enter = partial(_enter, names, anything, positions, cut)
     return [
         model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        model.register_forward_hook(borders.leave, always_call=True),
+        model.register_forward_hook(_leave, always_call=True),
     ]
 
 
@@ -172,6 +178,17 @@ def _enter(
         tokens = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
         given["position_ids"] = call.positions(tokens.device).expand(len(tokens), -1)
     return (), given
+
+
+def _leave(model: nn.Module, args: Any, output: Any) -> None:
+    cut = borders.shared()
+    borders.leave(model, args, output)
+    if cut is None or borders.shared() is not None:  # it is inside of another
+        return
+    for cache in output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ():
+        for layer in getattr(cache, "layers", ()):  # the keys and values of attention; other layers have theirs
+            if isinstance(keys := getattr(layer, "keys", None), Tensor) and keys.ndim == 4:
+                layer.keys, layer.values = whole(cut, keys, 2), whole(cut, layer.values, 2)
 
 
 def attend(
