@@ -27,6 +27,8 @@ if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # The compiler checks its graphs after every pass.
 os.environ.setdefault("REFOLD_CHECK_GRAPHS", "1")
+# A whole traceback for each operation that it is given takes a twentieth of the time.
+os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_CHEAP]).strip()
 
 
