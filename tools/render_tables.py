@@ -413,6 +413,22 @@ def generate() -> str:
     })  # fmt: skip
 
 
+def scale() -> str:
+    """Return the table of sequences that ranks share: a line per operator, pass and tokens of a rank."""
+    rows = stored(RESULTS, "nvidia-h100-80gb-hbm3", "scale")
+    of = {(row["op"], row["pass"], row["case"], row["backend"]): row["median_s"] for row in rows if measured(row)}
+
+    def weak(row: Row) -> str:
+        return f"{100 * of[row['op'], row['pass'], row['case'], '1 ranks'] / row['median_s']:.0f} %"
+
+    shown = [row for row in rows if row["backend"] == "2 ranks" and measured(row)]
+    return table([row for row in shown if (row["op"], row["pass"], row["case"], "1 ranks") in of], {
+        "operator": key("op"), "pass": key("pass"), "tokens of a rank": lambda row: f"{int(row['case'].split()[0]):,}",
+        "one GPU": lambda row: _ms(1e3 * of[row["op"], row["pass"], row["case"], "1 ranks"]),
+        "two GPUs, twice the tokens": lambda row: _ms(1e3 * row["median_s"]), "efficiency": weak,
+    })  # fmt: skip
+
+
 def in_turns(suite: str) -> Callable[[], str]:
     """Return what makes the table of generation on a CPU: a line per program and machine."""
     return lambda: table([row for folder in _cpus() for row in stored(RESULTS, folder, suite)], {
@@ -445,7 +461,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "recurrences": recurrences(CPU), "recurrences_amd": recurrences(AMD),
     "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
-    "prefill": generation("prefill"), "generate": generate, "generation": generation("generation"), "ssd_jax": ssd_jax,
+    "prefill": generation("prefill"), "generate": generate, "generation": generation("generation"),
+    "ssd_jax": ssd_jax, "scale": scale,
     "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),
 }  # fmt: skip
 

@@ -108,6 +108,7 @@ SUITES = {
         Suite("decode", "generation_torch", "decode"),
         Suite("prefill", "generation_torch", "prefill"),
         Suite("generate", "generate", "generate"),
+        Suite("scale", "scale", "scale"),
         Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu", device="cpu"),
     )
 }

@@ -45,6 +45,13 @@ def operator_suites() -> list[dict[str, Callable[..., Iterator[Timed]]]]:
     return [import_module(module).SUITES for module in modules if find_spec(module) is not None]
 
 
+def shared_calls() -> dict[str, Callable[[int], dict[str, Any]]]:
+    """Give for each operator that lists one in its ``bench.py`` a call of some tokens that ranks can share."""
+    found = {name: f"{load(name).module}.bench" for name in operators()}
+    loaded = {name: import_module(module) for name, module in found.items() if find_spec(module) is not None}
+    return {name: module.SHARED for name, module in loaded.items() if hasattr(module, "SHARED")}
+
+
 def normal(*shape: int, dtype: str = "float32") -> Any:
     """Draw inputs on the GPU."""
     import torch

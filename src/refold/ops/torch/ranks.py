@@ -228,7 +228,9 @@ def _forward(spec: OpSpec) -> Callable[..., Any]:
                     continue
                 short = part if call.window is None else part.some(*_tail(part, call.window))
                 y, states = call.run(call.given(short, call.initial(short, None)))
-                rows[part.piece] = part.row(states, part.last), call.map(part)
+                # What nothing enters needs no map.
+                move = call.zeros(call.map_shape()) if part.enters is False else call.map(part)
+                rows[part.piece] = part.row(states, part.last), move
                 if part.enters is False and call.window is None:
                     done[part.piece] = y, states
             told, entering = call.told(rows), {}
@@ -240,18 +242,21 @@ def _forward(spec: OpSpec) -> Callable[..., Any]:
                 state = own if passed is None else own + passed
             x = inputs[0]
             (y_shape, y_dtype), (shape, dtype) = spec.output_metas(call.meta)
-            y = x.new_empty((y_shape[0], x.shape[1], *y_shape[2:]), dtype=getattr(torch, y_dtype))
+            parts = list[Tensor]()
             final = x.new_zeros(shape, dtype=getattr(torch, dtype))
             for part in call.mine:
                 if part.piece in done:
-                    y[:, part.tokens], states = done[part.piece]
+                    y, states = done.pop(part.piece)
                 else:
                     start = call.initial(part, entering[part.piece])
-                    y[:, part.tokens], states = call.run(call.given(part, start))
+                    y, states = call.run(call.given(part, start))
+                parts.append(y)
                 final = final + _pick(part.own, states.to(final.dtype))
             none = call.zeros(call.shape()), call.zeros(call.map_shape())
             kept = torch.stack([entering.get(piece, none[0]) for piece in call.slots])
             moves = torch.stack([rows.get(piece, none)[1] for piece in call.slots])
+            y = x.new_empty((y_shape[0], 0, *y_shape[2:]), dtype=getattr(torch, y_dtype))
+            y = parts[0] if len(parts) == 1 else torch.cat(parts, 1) if parts else y
             return y, final, kept, moves, torch.tensor(call.lengths)
 
     return forward
