@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 import refold
-from refold.integrations import decoding
+from refold.integrations import decoding, graphs, parts
 from refold.ops import backends
 from support.families import VOCAB, cache_name, make
+from support.recorder import record
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -35,7 +36,8 @@ CASES = [  # family, rows, dtype, changes, layers that have the form
     ("granitemoehybrid", 1, torch.float32, {}, 1),
     ("nemotron_h", 1, torch.float32, {}, 1),
     ("zamba2", 1, torch.float32, {}, 3),
-    ("falcon_h1", 1, torch.float32, {}, 0),
+    ("falcon_h1", 1, torch.float32, {}, 2),
+    ("falcon_h1", 3, torch.bfloat16, {}, 2),
     ("falcon_h1-normed", 1, torch.float32, {}, 0),
     ("mamba", 1, torch.float32, {}, 2),
     ("mamba", 3, torch.bfloat16, {"residual_in_fp32": False, "use_conv_bias": False}, 2),
@@ -53,6 +55,12 @@ def test_interpreted():
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
+
+
+def use(monkeypatch, kernels):
+    """Let layers, norms and attention run on these kernels, or on none."""
+    for module in (decoding, parts):
+        monkeypatch.setattr(module, "kernels", lambda x: kernels)
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def fused(monkeypatch):
         steps.append(y.dtype)
         return y
 
-    monkeypatch.setattr(decoding, "kernels", lambda x: kernels)
+    use(monkeypatch, kernels)
     monkeypatch.setattr(decoding, "_step_", counted)
     return steps
 
@@ -105,7 +113,7 @@ def compare(model, ids, expected, exact):
 def ordinary(model, ids, monkeypatch):
     """Return what `decode` gives where no kernel runs, and the same in float64."""
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "kernels", lambda x: None)
+        use(patch, None)
         return decode(model, ids), decode(copy.deepcopy(model).double().cpu(), ids.cpu())
 
 
@@ -132,13 +140,13 @@ def test_a_planted_bug_is_found(bug, fused, monkeypatch):
     kernels, results = decoding.kernels(ids), ordinary(model, ids, monkeypatch)
     project = kernels.project
 
-    def planted(x, weight, bias, norm, eps, group, gated, convolution=None, onto=None, out=None):
+    def planted(x, weight, bias, norm, eps, group, gated, convolution=None, onto=None, out=None, **rest):
         if bug == "the wrong columns" and convolution is not None:
-            window, *rest = convolution
-            convolution = (window.as_strided(window.shape, window.stride(), window.storage_offset() - 1), *rest)
+            window, *others = convolution
+            convolution = (window.as_strided(window.shape, window.stride(), window.storage_offset() - 1), *others)
         if bug == "the block's input is overwritten" and onto is not None:
             out = onto
-        return project(x, weight, bias, norm, eps, group, gated, convolution, onto, out=out)
+        return project(x, weight, bias, norm, eps, group, gated, convolution, onto, out=out, **rest)
 
     monkeypatch.setattr(kernels, "project", planted)
     with pytest.raises(AssertionError):
@@ -176,7 +184,7 @@ def test_forwards_take_turns_on_one_cache(fused, monkeypatch):
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, 4:]
         exact = copy.deepcopy(model).double()(ids, use_cache=False).logits[:, 4:]
-        summary, found = refold.accelerate(model), []
+        summary, found = refold.accelerate(model, graphs=False), []
         cache = model(ids[:, :4], use_cache=True)[cache_name(model)]
         t = 4
         for way in ("kernels", "kernels", "own", "kernels", "ordinary", "kernels", "own", "piece", "kernels"):
@@ -185,11 +193,11 @@ def test_forwards_take_turns_on_one_cache(fused, monkeypatch):
                 summary.undo()
             with monkeypatch.context() as patch:
                 if way == "ordinary":
-                    patch.setattr(decoding, "kernels", lambda x: None)
+                    use(patch, None)
                 found.append(model(ids[:, t : t + tokens], use_cache=True, **{cache_name(model): cache}).logits)
             assert len(fused) - before == (2 if way == "kernels" else 0)
             if way == "own":
-                summary = refold.accelerate(model)
+                summary = refold.accelerate(model, graphs=False)
             t += tokens
     error = (torch.cat(found, 1).double() - exact).abs().max()
     assert error <= 4 * (expected.double() - exact).abs().max() + 64 * 2**-24 * exact.abs().max()
@@ -304,6 +312,55 @@ def test_unusual_parts_of_a_selective_layer_run_the_ordinary_forward(way, fused)
             getattr(mixer, way).register_forward_hook(hook)
         model.backbone.layers[0](torch.randn(1, 1, 48, device=DEVICE), **{cache_name(model): cache})
     assert len(fused) == (not way)
+
+
+@here
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "nemotron_h", "zamba2", "jamba"])
+@pytest.mark.parametrize("planted", [False, True])
+def test_attention_and_norms_within_a_graph(name, planted, fused, monkeypatch):
+    """Rows of different lengths; keys that no query may see; a mask that is not looked at changes the tokens."""
+    monkeypatch.setitem(graphs.recorders, DEVICE, graphs.recorders.get("cuda") if DEVICE == "cuda" else record)
+    monkeypatch.setattr(graphs, "SMALLEST", 8)
+    model, ids = prepared(name, 3, torch.float32, {})
+    mask = torch.ones_like(ids)
+    mask[1, :3], mask[2, :5] = 0, 0
+    if name == "jamba":
+        model.set_experts_implementation("batched_mm")
+    kernels, calls = parts.kernels(ids), []
+    attend_ = kernels.attend_
+
+    def counted(*arguments):
+        calls.append(arguments[-1].shape)
+        return attend_(*arguments[:-1], torch.ones_like(arguments[-1]) if planted else arguments[-1])
+
+    monkeypatch.setattr(kernels, "attend_", counted)
+    options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, "max_new_tokens": 5}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    found = model.generate(ids, **options)
+    assert calls
+    use(monkeypatch, None)
+    expected = copy.deepcopy(model).generate(ids, **options)
+    close = [torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(found.logits, expected.logits, strict=True)]
+    assert all(close) != planted
+
+
+@here
+def test_a_norm_is_what_its_class_computes(fused):
+    for name in ("mamba2", "granitemoehybrid", "falcon_mamba"):
+        model = make(name).to(DEVICE)
+        summary = refold.accelerate(model)
+        assert summary.norms
+        for path in summary.norms:
+            norm = model.get_submodule(path)
+            x = torch.randn(2, 5, norm.weight.shape[0], device=DEVICE)
+            with torch.no_grad():
+                found, own = norm(x), parts.original(norm).forward(norm, x)
+            torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-6)
+            x.requires_grad_()
+            norm(x).sum().backward()
+            assert x.grad is not None
+        summary.undo()
+        assert not any("Accelerated" in type(module).__name__ for module in model.modules())
 
 
 @here

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
 from refold.integrations import mixers
+from refold.integrations.parts import DTYPES, original, quiet
 from refold.models.torch.layers import kernels
-from refold.ops.torch import private
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = {"MambaBlock": "MambaRMSNorm", "FalconMambaBlock": "FalconMambaRMSNorm", "Mamba2Block": "Mamba2RMSNorm"}
 """Name of a block of transformers that is a norm, a layer and a sum -> the name of its norm."""
 any_global_hook = getattr(_modules, "_has_any_global_hook", lambda: True)  # without the name, as if there were one
@@ -79,7 +78,8 @@ def block(
     norm, mixer = self.norm, self.mixer
     if type(mixer).forward not in (mamba, mamba2) or not all(map(mixers._untouched, (mixer, norm))):
         return None
-    if type(norm).__name__ not in BLOCKS.values() or not type(norm).__module__.startswith("transformers.models."):
+    kind = original(norm)
+    if kind.__name__ not in BLOCKS.values() or not kind.__module__.startswith("transformers.models."):
         return None
     cache = cache if cache_params is None else cache_params
     held = ready(mixer, hidden_states, cache, attention_mask, kwargs, norm=norm.weight)
@@ -108,10 +108,8 @@ def ready(
     calls, no padding, no documents, every module as transformers made it, plain tensors where and as the kernels read
     them. ``norm`` is the weight of the norm before the layer, if the kernels are to compute that, too.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or private.watched() or any_global_hook():
-        return None
-    fused = kernels(x)
-    if fused is None or type(x) is not Tensor or torch.is_autocast_enabled(x.device.type):
+    fused = None if any_global_hook() or not quiet(x) else kernels(x)
+    if fused is None:
         return None
     if x.ndim != 3 or x.shape[1] != 1 or x.numel() == 0 or mask is not None or mixers._documents(given) is not None:
         return None
@@ -195,19 +193,24 @@ def _mamba1(self: Any) -> _Sizes | None:
 
 
 def _mamba2(self: Any) -> _Sizes | None:
-    """Return the sizes of a Mamba-2 layer; None if it is not as transformers made it, or has other factors."""
-    if hasattr(self, "mup_vector") or not getattr(self, "mamba_rms_norm", True):
+    """Return the sizes of a Mamba-2 layer; None if it is not as transformers made it."""
+    factors, group = getattr(self, "mup_vector", None), None
+    if factors is not None and self.in_proj.bias is not None:
         return None
-    options = mixers._norm_options(self.norm)
-    if options is None or options["norm_before_gate"]:
-        return None
+    if getattr(self, "mamba_rms_norm", True):
+        options = mixers._norm_options(self.norm)
+        if options is None or options["norm_before_gate"]:
+            return None
+        group = options["group_size"]
     inner, channels = self.num_heads * self.head_dim, self.conv_dim
     if self.num_heads % self.n_groups or channels != inner + 2 * self.n_groups * self.ssm_state_size:
         return None
     state = self.num_heads, self.head_dim, self.ssm_state_size
     parameters: list[Any] = [(a, (self.num_heads,)) for a in (self.A_log, self.D, self.dt_bias)]
-    parameters.append((self.norm.weight, (inner,)))
-    return _Sizes(inner, channels, inner + channels + self.num_heads, state, options["group_size"], (), parameters)
+    columns = inner + channels + self.num_heads
+    parameters += [(self.norm.weight, (inner,))] if getattr(self, "mamba_rms_norm", True) else []
+    parameters += [] if factors is None else [(factors, (1, 1, columns))]
+    return _Sizes(inner, channels, columns, state, group, (), parameters)
 
 
 def _selection_norms(self: Any) -> tuple[float | None, tuple[Tensor, Tensor, Tensor] | None] | None:
@@ -218,11 +221,11 @@ def _selection_norms(self: Any) -> tuple[float | None, tuple[Tensor, Tensor, Ten
     if not hasattr(self, "dt_layernorm"):
         return None, None
     norms = self.dt_layernorm, self.b_layernorm, self.c_layernorm
-    kind = type(norms[0])
+    kind = original(norms[0])
     if not kind.__module__.startswith("transformers.models.") or not all(map(mixers._untouched, norms)):
         return None
     name = {"FalconMambaWeightlessRMSNorm": "eps", "JambaRMSNorm": "variance_epsilon"}.get(kind.__name__, "")
-    eps = {getattr(norm, name, None) if type(norm) is kind else None for norm in norms}
+    eps = {getattr(norm, name, None) if original(norm) is kind else None for norm in norms}
     if len(eps) != 1 or None in eps:
         return None
     return eps.pop(), None if name == "eps" else tuple(norm.weight for norm in norms)  # type: ignore[return-value]
@@ -253,8 +256,10 @@ def _step_(
     one, weight = hasattr(self, "x_proj"), self.out_proj.weight
     convolution = (window[..., 1:], self.conv1d.weight[:, 0], self.conv1d.bias, None, 0 if one else weight.shape[1])
     with torch.cuda.device_of(x):
+        factors = getattr(self, "mup_vector", None)
         projected = fused.project(
-            x, self.in_proj.weight, self.in_proj.bias, norm, eps, None, False, convolution
+            x, self.in_proj.weight, self.in_proj.bias, norm, eps, None, False, convolution,
+            scale=1.0 if factors is None else self.ssm_in_multiplier, factors=factors,
         )  # fmt: skip
         y, *last = (_mamba1_scan_ if one else _mamba2_scan_)(self, fused, projected, state)
         return fused.project(
@@ -283,11 +288,13 @@ def _mamba2_scan_(
 ) -> tuple[Tensor, Tensor | None, float, int | None]:
     """Return the gated output ``(b, h p)`` of the scan's step, and weight, eps and group of the norm after it."""
     inner, groups = self.num_heads * self.head_dim, (self.n_groups, self.ssm_state_size)
-    options = mixers._norm_options(self.norm)
-    assert options is not None
     z, inputs, B, C, dt = projected.split([inner, inner, *2 * [groups[0] * groups[1]], self.num_heads], -1)
     y = fused.ssd_(
         inputs.unflatten(-1, state.shape[1:3]), B.unflatten(-1, groups), C.unflatten(-1, groups), dt,
         z.unflatten(-1, state.shape[1:3]), self.A_log, self.D, self.dt_bias, tuple(self.time_step_limit), state, None,
     )  # fmt: skip
+    if not getattr(self, "mamba_rms_norm", True):
+        return y.flatten(-2), None, 0.0, None
+    options = mixers._norm_options(self.norm)
+    assert options is not None
     return y.flatten(-2), self.norm.weight, options["eps"], options["group_size"]

@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache
 from itertools import chain
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from refold.integrations import attention, documents
+from refold.integrations import attention, documents, parts
 from refold.integrations.decoding import any_global_hook
 from refold.integrations.mixers import HOOKS
 from refold.ops.torch import private
@@ -54,27 +54,29 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
         self.fields = [vars(module) for module in self.modules]
-        self.tables = [fields[name] for fields in self.fields for name in ("_modules", "_parameters", "_buffers")]
-        self.filled = [table for table in self.tables if table]
-        self.hooks = [fields[name] for fields in self.fields for name in HOOKS]
-        found = chain.from_iterable(map(dict.values, self.filled))
-        self.tensors: list[Any] = [tensor for tensor in found if isinstance(tensor, Tensor)]
+        tables = [fields[name] for fields in self.fields for name in ("_modules", "_parameters", "_buffers")]
+        hooks = [fields[name] for fields in self.fields for name in HOOKS]
+        self.empty = [table for table in (*tables, *hooks) if not table]
+        self.filled = [table for table in tables if table]
+        self.hooks = [table for table in hooks if table]
+        self.held = [*chain.from_iterable(map(dict.values, self.filled))]
+        self.tensors = [tensor for tensor in self.held if isinstance(tensor, Tensor)]
         self.seen = self._look()
 
     def _look(self) -> tuple[Any, ...]:
         return (
             [*map(type, self.modules)],
             [*map(len, self.fields)],
-            [*map(len, self.tables)],
             [*map(len, self.hooks)],
-            [*map(id, chain.from_iterable(map(dict.values, self.filled)))],
+            sum(map(len, self.filled)),
             [*map(Tensor.data_ptr, self.tensors)],
             [*map(itemgetter("training"), self.fields)],
         )
 
     def holds(self) -> bool:
         """Whether nothing has changed since; values of weights may have."""
-        return self.seen == self._look()
+        found = chain.from_iterable(map(dict.values, self.filled))
+        return not any(self.empty) and self.seen == self._look() and all(map(is_, found, self.held))
 
     def refusal(self) -> str | None:
         """Say why no graph may run this model; None if one may."""
@@ -212,7 +214,8 @@ class Step:
 
     def run(self, model: Any, ordinary: Callable[..., Any]) -> Any:
         """Run the model's own call on the fixed inputs; what is captured."""
-        result = ordinary(model, **self.inputs, **self.options, **{self.name: self.cache})
+        with parts.reading(self.cache):
+            result = ordinary(model, **self.inputs, **self.options, **{self.name: self.cache})
         self.position.add_(1)
         return result
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from refold.errors import ArgumentError, RefoldError, warn
-from refold.integrations import attention, decoding, mixers, ranks
+from refold.integrations import attention, decoding, mixers, parts, ranks
 from refold.integrations.documents import current, reading, shared, watch
 from refold.integrations.graphs import Graphs, graphs_of
 from refold.parallel import Cut
@@ -66,6 +66,8 @@ class Acceleration:
         """Name of a module -> what its forward was."""
         self.kept: dict[str, str] = {}
         """Name of a recurrent module that runs as it did -> why."""
+        self.norms: dict[str, str] = {}
+        """Name of a norm -> what its forward was; on a GPU it is one launch where nothing needs a gradient."""
         self._changed: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._attention: list[tuple[Any, str]] = []
@@ -139,7 +141,8 @@ class Acceleration:
     def __str__(self) -> str:
         """Return one line per kind of layer that was replaced, and one per reason for layers that were not."""
         lines = [f"refold.accelerate: {type(self.model).__name__}, transformers {_version()}"]
-        lines += [f"  {count:4} x {kind} replaced" for kind, count in Counter(self.replaced.values()).items()]
+        replaced = Counter([*self.replaced.values(), *self.norms.values()])
+        lines += [f"  {count:4} x {kind} replaced" for kind, count in replaced.items()]
         for reason, count in Counter(self.kept.values()).items():
             first = next(path for path, why in self.kept.items() if why == reason)
             lines.append(f"  {count:4} x kept, such as {first}: {reason}")
@@ -219,6 +222,9 @@ def _change(done: Acceleration, graphs: bool) -> None:
         around = any(path.startswith(f"{name}.") or not name for path in done.replaced)
         if name in done.replaced:
             done._become(module, _mixer)
+        elif parts.is_norm(module) and not _hidden(module) and not hasattr(module, "_refold_original"):
+            done.norms[name] = type(module).__name__
+            done._become(module, _norm)
         elif (around or cut is not None) and _inherits(module, "GradientCheckpointingLayer") and not _hidden(module):
             done._become(module, _block)
         elif graphs and around and _generates(module) and not _hidden(module):
@@ -301,6 +307,12 @@ def _mixer(kind: Any) -> type:
 
 
 @cache
+def _norm(kind: Any) -> type:
+    """Return the subclass of a norm's class that is one launch where it can be."""
+    return _subclass(kind, {"forward": parts.norm}, maker="_norm")
+
+
+@cache
 def _block(kind: Any) -> type:
     """Return the subclass of a block's class that carries documents to where its forward runs, now or again.
 
@@ -322,7 +334,7 @@ def _block(kind: Any) -> type:
         with reading(*documents):
             return kind.forward(self, *args, **kwargs)
 
-    return _subclass(kind, {"__call__": __call__, "forward": forward})
+    return _subclass(kind, {"__call__": __call__, "forward": forward}, maker="_block")
 
 
 @cache
@@ -338,11 +350,10 @@ def _generator(kind: Any) -> type:
         given = {"input_ids": args[0], **kwargs} if args else kwargs
         return graphs_of(self).call(self, kind.__call__, given)
 
-    return _subclass(kind, {"__call__": __call__}, kind.__name__)
+    return _subclass(kind, {"__call__": __call__}, kind.__name__, "_generator")
 
 
-def _subclass(kind: type, members: dict[str, Any], name: str = "") -> type:
-    maker = "_generator" if name else "_block" if "__call__" in members else "_mixer"
+def _subclass(kind: type, members: dict[str, Any], name: str = "", maker: str = "_mixer") -> type:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         reduced: Any = object.__reduce_ex__(self, protocol)
@@ -353,6 +364,7 @@ def _subclass(kind: type, members: dict[str, Any], name: str = "") -> type:
 
 
 def _renew(kind: Any, maker: str) -> Any:
-    """Make an empty layer, block or model, for copies and pickles."""
-    ours: Any = {"_mixer": _mixer, "_block": _block, "_generator": _generator}[maker](kind)
+    """Make an empty layer, norm, block or model, for copies and pickles."""
+    makers: dict[str, Any] = {"_mixer": _mixer, "_norm": _norm, "_block": _block, "_generator": _generator}
+    ours = makers[maker](kind)
     return ours.__new__(ours)

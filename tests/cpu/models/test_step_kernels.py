@@ -327,6 +327,38 @@ def test_attention_rotates(dim, dtype) -> None:
 
 
 @here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_to_caches_that_have_the_token(dtype, splits, monkeypatch) -> None:
+    """Heads before tokens, as transformers' caches are; one length of all rows; padding on the left is not read."""
+    monkeypatch.setattr(kernels(), "CACHE_TILE", 256)
+    monkeypatch.setattr(kernels(), "MOST_SPLITS", splits)
+    monkeypatch.setattr(kernels(), "SPLIT_PROGRAMS", 1000)
+    rows, heads, groups, size, capacity, length = 3, 6, 2, 20, 90, 71
+    caches = [random(rows, groups, capacity, size, dtype=dtype) for _ in range(2)]
+    seen = torch.arange(capacity, device=DEVICE) >= torch.tensor([[0], [70], [41]], device=DEVICE)
+    for cache in caches:
+        cache[:, :, length + 1 :] = torch.nan
+    q = random(rows, heads, size).to(dtype)
+    position = torch.tensor([length], device=DEVICE)
+    found = kernels().attend_(
+        q, None, None, *(cache.transpose(1, 2) for cache in caches), position.expand(rows), 0.3, None, None, seen
+    )
+    k, v = (cache[:, :, : length + 1].double().repeat_interleave(heads // groups, 1) for cache in caches)
+    scores = (q.double()[:, :, None] @ k.mT * 0.3).masked_fill(~seen[:, None, None, : length + 1], -torch.inf)
+    expected = (scores.softmax(-1) @ v).flatten(1)
+    assert_close(found.cpu(), expected.cpu(), 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps)
+
+
+@here
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_norm_of_rows(rows) -> None:
+    x, weight = random(rows, 200, dtype=torch.bfloat16), random(200, dtype=torch.bfloat16)
+    exact = layers.rms_norm(x.double(), weight.double() + 1, 1e-5)
+    assert_close(kernels().normalised(x, weight, 1e-5, 1.0).cpu(), exact.cpu(), torch.finfo(torch.bfloat16).eps)
+
+
+@here
 def test_attention_to_scores_that_overflow_a_power() -> None:
     """Scores of thousands, the largest one in the past or the new one."""
     for new in (1.0, 100.0):
@@ -366,7 +398,9 @@ def test_what_attention_leaves_to_pytorch() -> None:
     assert takes(q, *caches)
     assert not takes(q, *(cache.double() for cache in caches))
     assert not takes(q, caches[0].bfloat16(), caches[1])
-    assert not takes(q, *(cache[:, ::2] for cache in caches))
+    assert takes(q, *(cache[:, ::2] for cache in caches))
+    assert not takes(q, *(random(2, 9, 2, 32)[..., ::2] for _ in range(2)))
+    assert not takes(q, caches[0], random(2, 2, 9, 16).transpose(1, 2))
     assert not takes(random(2, 2, 1024), *(random(2, 9, 2, 1024) for _ in range(2)))
 
 

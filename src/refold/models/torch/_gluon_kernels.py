@@ -20,7 +20,7 @@ from refold.ops.triton.gluon import append, async_load, silu
 
 @gluon.jit
 def _project_rows_ahead_kernel(
-    x_ptr, weight_ptr, bias_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
+    x_ptr, weight_ptr, bias_ptr, factors_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
     nrows, nout, stride_x, scale, first, channels,
     SIZE: gl.constexpr, WIDTH: gl.constexpr, APART: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_B: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DOWN: gl.constexpr,
@@ -95,6 +95,8 @@ def _project_rows_ahead_kernel(
 
     if bias_ptr is not None:
         total += gl.load(bias_ptr + offs_o, mask=mask_o, other=0.0).to(gl.float32)[:, None]
+    if factors_ptr is not None:
+        total *= scale * gl.load(factors_ptr + offs_o, mask=mask_o, other=0.0).to(gl.float32)[:, None]
     if window_ptr is not None:
         y = total * taps[WIDTH - 1][:, None]
         for j in gl.static_range(WIDTH - 1):

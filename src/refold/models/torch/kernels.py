@@ -63,6 +63,7 @@ def project(
     onto: Tensor | None = None,
     scale: float = 1.0,
     out: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """Compute `steps.project`, with what `steps.project_and_convolve_` or `steps.add_projected_` do after it.
 
@@ -78,6 +79,7 @@ def project(
         onto: What ``scale`` times the product is added to, ``(b, out)``, contiguous.
         scale: See ``onto``.
         out: Where the result goes, ``(b, out)``, contiguous, of any dtype; may be ``onto``. None makes one in float32.
+        factors: ``(out,)``: the product is multiplied by ``scale`` times these, before the convolution.
     """
     batch, (nout, size) = len(x), weight.shape
     group = group_size or size
@@ -93,8 +95,8 @@ def project(
     if batch > 1 and (ahead := _ahead(x, weight)) is not None:
         block_o, block_k, stages, warps, down = _ahead_config(nout, size)
         ahead._project_rows_ahead_kernel[(triton.cdiv(nout, block_o),)](
-            x, weight, bias, onto, out, window, taps, taps_bias, active, batch, nout, x.stride(0), scale, first,
-            0 if taps is None else len(taps), **consts, BLOCK_O=block_o, BLOCK_B=AHEAD_ROWS, BLOCK_K=block_k,
+            x, weight, bias, factors, onto, out, window, taps, taps_bias, active, batch, nout, x.stride(0), scale,
+            first, 0 if taps is None else len(taps), **consts, BLOCK_O=block_o, BLOCK_B=AHEAD_ROWS, BLOCK_K=block_k,
             STAGES=min(stages, triton.cdiv(size, block_k) + 1), DOWN=down, num_warps=warps, **_pdl(x.device),
         )  # fmt: skip
         return out
@@ -108,8 +110,8 @@ def project(
         stages = max(1, min(stages, shared // ((block_o + block_b) * block_k * weight.element_size())))
     grid = (triton.cdiv(nout, block_o),)
     arguments = (
-        x, weight, bias, norm, onto, out, window, taps, taps_bias, active, batch, nout, x.stride(0), eps, scale, first,
-        0 if taps is None else len(taps),
+        x, weight, bias, factors, norm, onto, out, window, taps, taps_bias, active, batch, nout, x.stride(0), eps,
+        scale, first, 0 if taps is None else len(taps),
     )  # fmt: skip
     consts |= {"PDL": dependent(x.device), "BLOCK_O": block_o}
     if batch == 1:
@@ -139,18 +141,20 @@ def _ahead(x: Tensor, weight: Tensor) -> ModuleType | None:
     return gluon("refold.models.torch._gluon_kernels")
 
 
-def normalised(x: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """Return the RMS norm of several rows in the weight's dtype, for products with no norm before them."""
-    return _prepare(x, norm.dtype, norm, eps, len(norm), False)
+def normalised(x: Tensor, norm: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Return the RMS norm of several rows times ``norm + offset``, in the weight's dtype."""
+    return _prepare(x, norm.dtype, norm, eps, len(norm), False, offset)
 
 
-def _prepare(x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, group: int, gated: bool) -> Tensor:
+def _prepare(
+    x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, group: int, gated: bool, offset: float = 0.0
+) -> Tensor:
     """Return what several rows are multiplied with, in the weight's dtype: gated or normalised."""
     batch, size = len(x), x.shape[1] // (1 + gated)
     y = torch.empty(batch, size, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(group)
     _prepare_kernel[(batch, size // group)](
-        x, norm, y, x.stride(0), size, group, eps, GATED=gated, BLOCK=block, PDL=dependent(x.device),
+        x, norm, y, x.stride(0), size, group, eps, offset, GATED=gated, BLOCK=block, PDL=dependent(x.device),
         num_warps=min(16, max(1, block // 256)), **_pdl(x.device),
     )  # fmt: skip
     return y
@@ -199,16 +203,19 @@ def takes_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     ratio, headdim = q.shape[1] // k_cache.shape[2], q.shape[2]
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
-    if not k_cache.is_contiguous() or not v_cache.is_contiguous():
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or k_cache.shape != v_cache.shape:
         return False
     return headdim <= 512 and _at_least_16(ratio) * _at_least_16(headdim) <= 8192 and 0 < len(q) <= 65535
 
 
 def attend_(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, length: Tensor, scale: float,
-    theta: float | None, rope_dim: int | None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, length: Tensor, scale: float,
+    theta: float | None, rope_dim: int | None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `steps.attend_`; heads of q, k and v lie one after the other. The result of several rows is rounded.
+
+    If k and v are None, the caches have them already, at ``length``. Where ``mask (b, capacity)`` is False, nothing is
+    read; some place must be.
 
     The past of each row is cut into equal parts, whose number depends on the capacity, so that a CUDA graph can be
     replayed; where the parts begin depends on ``length``. The kernel before this must not write ``length``.
@@ -227,16 +234,18 @@ def attend_(
     y = torch.empty(batch, nheads * headdim, dtype=q.dtype if batch == 1 else k_cache.dtype, device=q.device)
     consts = {"SPLITS": splits, "BLOCK_S": block_s, "PDL": dependent(q.device)}
     _attend_kernel[(splits, nkvheads, batch)](
-        q, k, v, k_cache, v_cache, length, parts, sums, capacity, nkvheads, nheads // nkvheads, headdim,
-        scale * math.log2(math.e), q.stride(0), k.stride(0), v.stride(0), **consts, HALF=half,
+        q, k, v, k_cache, v_cache, length, mask, parts, sums, capacity, nkvheads, nheads // nkvheads, headdim,
+        scale * math.log2(math.e), q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
+        *k_cache.stride()[:3], length.stride(0), 0 if mask is None else mask.stride(0), **consts, HALF=half,
         RATE=0.0 if theta is None else math.log2(theta) / half, BLOCK_R=block_r, BLOCK_E=block_e, STAGES=stages,
         PRECISION="widen" if INTERPRETED else "ieee", num_warps=8 if k_cache.dtype == torch.float32 else 4,
         **_pdl(q.device),
     )  # fmt: skip
     block_e = min(block_e, max(16, CACHE_TILE // splits))
     _combine_kernel[(triton.cdiv(headdim, block_e), nheads, batch)](
-        parts, sums, length, y, nheads, headdim, **consts, BLOCK_E=block_e, num_warps=4, **_pdl(q.device)
-    )
+        parts, sums, length, y, nheads, headdim, length.stride(0), **consts, NEW=k is not None, BLOCK_E=block_e,
+        num_warps=4, **_pdl(q.device),
+    )  # fmt: skip
     return y
 
 
@@ -317,14 +326,16 @@ def _ahead_config(nout: int, size: int) -> tuple[int, int, int, int, int]:
 
 @triton.jit
 def _finish(
-    total, offs_o, offs_b, bias_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows, nout,
-    scale, first, channels, WIDTH: tl.constexpr, APART: tl.constexpr,
+    total, offs_o, offs_b, bias_ptr, factors_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
+    nrows, nout, scale, first, channels, WIDTH: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Store a tile ``total (O, B)`` of a product: with its bias, convolved, or added to what is there."""
     mask_o, mask_b = offs_o < nout, offs_b < nrows
     mask = mask_o[:, None] & mask_b[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + offs_o, mask=mask_o, other=0.0).to(tl.float32)[:, None]
+    if factors_ptr is not None:
+        total *= scale * tl.load(factors_ptr + offs_o, mask=mask_o, other=0.0).to(tl.float32)[:, None]
     if window_ptr is not None:
         channel = offs_o - first
         inside = (channel >= 0) & (channel < channels) & mask_o
@@ -356,7 +367,7 @@ def _finish(
 
 @triton.jit
 def _project_row_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr,
+    x_ptr, weight_ptr, bias_ptr, factors_ptr, norm_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr,
     active_ptr, nrows, nout, stride_x, eps, scale, first, channels,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -396,13 +407,13 @@ def _project_row_kernel(
         if norm_ptr is not None:
             part *= tl.rsqrt(tl.sum(squares) / GROUP + eps)
         total += part
-    _finish(total[:, None], offs_o, tl.arange(0, 1), bias_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr,
+    _finish(total[:, None], offs_o, tl.arange(0, 1), bias_ptr, factors_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr,
             taps_bias_ptr, active_ptr, nrows, nout, scale, first, channels, WIDTH, APART)  # fmt: skip
 
 
 @triton.jit
 def _project_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr,
+    x_ptr, weight_ptr, bias_ptr, factors_ptr, norm_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr,
     active_ptr, nrows, nout, stride_x, eps, scale, first, channels,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -423,14 +434,15 @@ def _project_rows_kernel(
         weight = tl.load(weight_rows + offs[None, :], mask=mask_o[:, None] & mask_k[None, :], other=0.0)
         x = tl.load(x_rows + offs[None, :], mask=mask_b[:, None] & mask_k[None, :], other=0.0)
         total = dot(weight, tl.trans(x), total, PRECISION)
-    _finish(total, offs_o, offs_b, bias_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows,
-            nout, scale, first, channels, WIDTH, APART)  # fmt: skip
+    _finish(total, offs_o, offs_b, bias_ptr, factors_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr,
+            active_ptr, nrows, nout, scale, first, channels, WIDTH, APART)  # fmt: skip
 
 
 @triton.jit
 def _prepare_kernel(
-    x_ptr, norm_ptr, y_ptr, stride_x, size, group, eps, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, norm_ptr, y_ptr, stride_x, size, group, eps, offset, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (rows, groups)."""
     row = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK)
@@ -443,7 +455,7 @@ def _prepare_kernel(
     if GATED:
         x = silu(x) * tl.load(x_ptr + row * stride_x + size + offs, mask=mask, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32) + offset
         x *= tl.rsqrt(tl.sum(x * x) / group + eps) * weight
     tl.store(y_ptr + row * size + offs, x.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -546,21 +558,23 @@ def _normed(x, weight_ptr, offs, size, eps):
 
 @triton.jit
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, length_ptr, parts_ptr, sums_ptr, capacity, nkvheads, ratio, headdim,
-    scale, stride_q, stride_k, stride_v, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
-    HALF: tl.constexpr, RATE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, length_ptr, mask_ptr, parts_ptr, sums_ptr, capacity, nkvheads,
+    ratio, headdim, scale, stride_q, stride_k, stride_v, stride_b, stride_s, stride_g, stride_length, stride_mask,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, HALF: tl.constexpr, RATE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts of the past, key heads, rows): a program owns what a key head's queries read of one part.
 
     The first part has the new token as well: it reads it from k and v, and writes it. So no program reads what another
-    one writes. ``scale`` is that of base-2 logarithms.
+    one writes. Without k and v the new token is the last one of the past. ``scale`` is that of base-2 logarithms.
     """
     split, pid_g, pid_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     offs_r = tl.arange(0, BLOCK_R)
     offs_e = tl.arange(0, BLOCK_E)[None, :]
     mask_e = offs_e < headdim
-    past = tl.load(length_ptr + pid_b)
+    past = tl.load(length_ptr + pid_b * stride_length).to(tl.int32)
+    if k_ptr is None:
+        past += 1
     size = _part_size(past, SPLITS, BLOCK_S)
     begin = tl.minimum(split * size, past)
     end = tl.minimum(begin + size, past)
@@ -570,30 +584,35 @@ def _attend_kernel(
     q_rows = q_ptr + pid_b * stride_q + (pid_g * ratio + offs_r)[:, None] * headdim
     mask_q = (offs_r < ratio)[:, None] & mask_e
     q = _load_rotated(q_rows, offs_e, mask_q, past, HALF, RATE).to(k_cache_ptr.dtype.element_ty)
-    mask_new = mask_e & (split + offs_e * 0 == 0)  # the interpreter takes no scalar
-    k = _load_rotated(k_ptr + pid_b * stride_k + pid_g * headdim, offs_e, mask_new, past, HALF, RATE)
-    v = tl.load(v_ptr + pid_b * stride_v + pid_g * headdim + offs_e, mask=mask_new, other=0.0)
-    k, v = k.to(k_cache_ptr.dtype.element_ty), v.to(v_cache_ptr.dtype.element_ty)
-    apart = nkvheads * headdim
-    keys = k_cache_ptr + pid_b * capacity * apart + pid_g * headdim
-    values = v_cache_ptr + pid_b * capacity * apart + pid_g * headdim
-    place = past.to(tl.int64) * apart + offs_e
-    room = mask_new & (past + offs_e * 0 < capacity)
-    tl.store(keys + place, k, mask=room)
-    tl.store(values + place, v, mask=room)
-
+    keys = k_cache_ptr + pid_b * stride_b + pid_g * stride_g
+    values = v_cache_ptr + pid_b * stride_b + pid_g * stride_g
+    most = tl.full((BLOCK_R,), LEAST, tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_E), tl.float32)
     first = split + offs_r * 0 == 0
-    most = tl.where(first, tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale, LEAST)
-    total = tl.where(first, 1.0, 0.0)
-    acc = tl.zeros((BLOCK_R, BLOCK_E), tl.float32) + v.to(tl.float32)
+    if k_ptr is not None:
+        mask_new = mask_e & (split + offs_e * 0 == 0)  # the interpreter takes no scalar
+        k = _load_rotated(k_ptr + pid_b * stride_k + pid_g * headdim, offs_e, mask_new, past, HALF, RATE)
+        v = tl.load(v_ptr + pid_b * stride_v + pid_g * headdim + offs_e, mask=mask_new, other=0.0)
+        k, v = k.to(k_cache_ptr.dtype.element_ty), v.to(v_cache_ptr.dtype.element_ty)
+        place = past.to(tl.int64) * stride_s + offs_e
+        room = mask_new & (past + offs_e * 0 < capacity)
+        tl.store(keys + place, k, mask=room)
+        tl.store(values + place, v, mask=room)
+        most = tl.where(first, tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale, LEAST)
+        total = tl.where(first, 1.0, 0.0)
+        acc += v.to(tl.float32)
     for start in tl.range(begin, end, BLOCK_S, num_stages=STAGES):
         offs_s = start + tl.arange(0, BLOCK_S)
         mask = (offs_s < end)[:, None] & mask_e
-        places = offs_s.to(tl.int64)[:, None] * apart + offs_e
+        places = offs_s.to(tl.int64)[:, None] * stride_s + offs_e
         key = tl.load(keys + places, mask=mask, other=0.0)
         value = tl.load(values + places, mask=mask, other=0.0)
         scores = dot(q, tl.trans(key), None, PRECISION) * scale
-        scores = tl.where((offs_s < end)[None, :], scores, float("-inf"))
+        seen = offs_s < end
+        if mask_ptr is not None:
+            seen = tl.load(mask_ptr + pid_b * stride_mask + offs_s, mask=seen, other=0) != 0
+        scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, axis=1))
         shares = exp2(scores - higher[:, None])
         fade = exp2(most - higher)
@@ -610,14 +629,16 @@ def _attend_kernel(
 
 @triton.jit
 def _combine_kernel(
-    parts_ptr, sums_ptr, length_ptr, y_ptr, nheads, headdim, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_E: tl.constexpr,
+    parts_ptr, sums_ptr, length_ptr, y_ptr, nheads, headdim, stride_length, SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr, NEW: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of a head, heads, rows): join what the parts of the past gave."""
     head = tl.program_id(2).to(tl.int64) * nheads + tl.program_id(1)
     offs_p = tl.arange(0, SPLITS)
     offs_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    past = tl.load(length_ptr + tl.program_id(2))
+    past = tl.load(length_ptr + tl.program_id(2) * stride_length).to(tl.int32)
+    if not NEW:
+        past += 1
     live = (offs_p == 0) | (offs_p * _part_size(past, SPLITS, BLOCK_S) < past)
     mask_e = offs_e < headdim
     if PDL:

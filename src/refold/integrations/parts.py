@@ -1,0 +1,141 @@
+"""What a model of transformers has around its recurrent layers, in fewer launches on a GPU: norms, and attention.
+
+A norm of transformers is seven launches, and here one, for any number of tokens. Attention of one token copies the keys
+once for each query head; here it reads what the cache holds. Both run only where nothing needs a gradient, nothing
+watches calls, and every tensor is plain. Else what the class does runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from refold.models.torch.layers import kernels
+from refold.ops.torch import private
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MARK = "_refold_attention"
+_reading: ContextVar[Any] = ContextVar("refold_reading", default=None)
+"""The cache with fixed memory that one token is read on top of."""
+
+
+def original(module: Any) -> Any:
+    """Give the class that a module had before `accelerate`."""
+    return getattr(type(module), "_refold_original", type(module))
+
+
+def quiet(x: Tensor) -> bool:
+    """Whether nothing needs or watches what is computed from ``x``, so that only values count."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or private.watched():
+        return False
+    return type(x) is Tensor and not torch.is_autocast_enabled(x.device.type)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether `norm` knows what a module computes."""
+    return _norm_options(original(module), _own(module)) is not None
+
+
+def norm(self: Any, hidden_states: Tensor) -> Tensor:
+    """Forward of an RMS norm: one launch where it can be, else that of its class."""
+    x, weight, kind = hidden_states, self.weight, original(self)
+    fused = kernels(x) if quiet(x) else None
+    options = None if fused is None else _norm_options(kind, _own(self))
+    plain = type(weight) in (nn.Parameter, Tensor) and weight.device == x.device and weight.shape == x.shape[-1:]
+    if options is None or not plain or x.dtype != weight.dtype or x.dtype not in DTYPES or x.numel() == 0:
+        own: Tensor = kind.forward(self, hidden_states)
+        return own
+    eps, offset = options
+    with torch.cuda.device_of(x):
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        return fused.normalised(rows, weight, getattr(self, eps), offset).view(x.shape)  # type: ignore[union-attr]
+
+
+def _own(module: nn.Module) -> tuple[str, ...]:
+    """Give the names of what a module has besides what every module has; private ones are transformers' marks."""
+    return tuple(sorted(name for name in vars(module) if name != "training" and not name.startswith("_")))
+
+
+@cache
+def _norm_options(kind: Any, own: tuple[str, ...]) -> tuple[str, float] | None:
+    """Give the name of eps in an RMS norm of transformers and what is added to its weight; None of any other class.
+
+    The class is tried on numbers, since two formulas have the same name: ``weight`` or ``1 + weight`` times the norm.
+    """
+    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNorm") and len(own) == 1):
+        return None
+    module, eps = kind.__new__(kind), 0.25
+    nn.Module.__init__(module)
+    module.weight, x = nn.Parameter(torch.tensor([0.5, -1.5, 2.0, 3.0])), torch.tensor([[1.0, 2.0, -3.0, 0.5]])
+    setattr(module, own[0], eps)
+    with torch.no_grad():
+        try:
+            found = module(x)
+        except Exception:  # it needs something else
+            return None
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        for offset in (0.0, 1.0):
+            if torch.allclose(found, normed * (module.weight + offset), rtol=1e-6, atol=1e-6):
+                return own[0], offset
+    return None
+
+
+@contextmanager
+def reading(cache: Any) -> Iterator[None]:
+    """Let attention of one token read from ``cache``, whose layers hold keys and values of a fixed capacity."""
+    from transformers import AttentionInterface
+
+    if not hasattr(own := AttentionInterface()["sdpa"], _MARK):
+        AttentionInterface.register("sdpa", _sdpa(own))
+    token = _reading.set(cache)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def _sdpa(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Give transformers' function of attention with a shorter way for one token within `reading`."""
+
+    @wraps(own)
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
+        if _reading.get() is not None and (y := _attend(query, key, value, attention_mask, given)) is not None:
+            return y, None
+        return own(module, query, key, value, attention_mask, **given)
+
+    setattr(attend, _MARK, own)
+    return attend
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, given: dict[str, Any]) -> Tensor | None:
+    """Give what one token a row reads, ``(b, 1, h, e)``; None if the kernel does not compute what was asked for.
+
+    ``query (b, h, 1, e)``, ``key`` and ``value (b, g, capacity, e)``, ``mask (b or 1, 1, 1, capacity)``.
+    """
+    layer = next((layer for layer in _reading.get().layers if getattr(layer, "keys", None) is key), None)
+    if layer is None or layer.values is not value:
+        return None
+    if given.get("dropout") or given.get("position_bias") is not None or given.get("output_attentions"):
+        return None
+    rows, heads, tokens, size = query.shape
+    fused, caches = kernels(query) if quiet(query) else None, (key.transpose(1, 2), value.transpose(1, 2))
+    if fused is None or tokens != 1 or query.dtype != key.dtype or heads % key.shape[1]:
+        return None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[1:] != (1, 1, key.shape[2]):
+        return None
+    q = query[:, :, 0]
+    q = q if q.stride()[1:] == (size, 1) else q.contiguous()
+    if mask.stride(-1) != 1 or not fused.takes_cache(q, *caches):
+        return None
+    scale = size**-0.5 if given.get("scaling") is None else given["scaling"]
+    seen, length = mask[:, 0, 0].expand(rows, -1), layer.position.expand(rows)
+    with torch.cuda.device_of(q):
+        y = fused.attend_(q, None, None, *caches, length, scale, None, None, seen)
+    return y.view(rows, 1, heads, size)  # type: ignore[no-any-return]
