@@ -32,6 +32,8 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default)
 _COPIES = (aten.clone.default, aten.alias.default)
 _WRITTEN = -1
 """The axis of the write keys in a product that contracts the state: that of the read keys is n."""
+_DEPTH = 16
+"""Sums within one another that are multiplied out at most."""
 
 
 class _Other(Exception):
@@ -130,11 +132,14 @@ def read_rank_one(graph: Graph, state: Node, new: Node) -> RankOne | None:
     """Read a step's new state as the delta rule of its old one; None if it is something else."""
     while new.target in _COPIES:
         new = new.args[0]  # type: ignore[assignment]
-    if not (is_tensor(new) and value(new).is_floating_point() and value(new).shape == value(state).shape):
+    alike = is_tensor(state) and is_tensor(new) and value(new).shape == value(state).shape
+    if not (alike and value(new).is_floating_point()):
         return None
-    values = _Values()
     try:
-        step = _step(values, state, new)
+        whole = leaf(new)
+        products = list(_multiplied_out(whole, state, downstream(state)))
+        values = _Values(graph)
+        step = _step(values, state, new, whole, products)
         queries, hidden = list[Query](), downstream(new) - {new}
         for node in graph.nodes:
             if node in hidden and (query := _query(values, node, new, step.n)) is not None:
@@ -145,9 +150,8 @@ def read_rank_one(graph: Graph, state: Node, new: Node) -> RankOne | None:
         return None
 
 
-def _step(values: _Values, state: Node, new: Node) -> RankOne:
-    whole, dependent = leaf(new), downstream(state)
-    products = list(_multiplied_out(whole, state, dependent))
+def _step(values: _Values, state: Node, new: Node, whole: Product, products: list[Product]) -> RankOne:
+    """Read a step, given its new state and the products that this is the sum of."""
     rows = [resolve(label) for label in whole.labels]
     if any(len(row) > 1 for row in rows):
         raise _Other
@@ -191,7 +195,7 @@ def _with_values(step: RankOne) -> RankOne:
     return found
 
 
-def _multiplied_out(product: Product, state: Node, dependent: set[Node]) -> Iterator[Product]:
+def _multiplied_out(product: Product, state: Node, dependent: set[Node], depth: int = 0) -> Iterator[Product]:
     """Yield products, whose sum is the given one, that hold the state as itself, or no value that depends on it."""
 
     def opened(node: Node) -> Product | None:
@@ -211,7 +215,7 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node]) -> Iter
     if all(factor.node is state for factor in held):
         yield product
         return
-    if len(held) > 1 or held[0].pending or held[0].node.target not in _SUMS:
+    if len(held) > 1 or held[0].pending or held[0].node.target not in _SUMS or depth == _DEPTH:
         raise _Other
     (total,) = held
     sides, rest = total.node.args[:2], tuple(factor for factor in product.factors if factor is not total)
@@ -227,22 +231,19 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node]) -> Iter
         if not all(unify(x, y) for x, y in zip(one.labels, own, strict=True) if x):
             raise _Other
         term = replace(product, factors=one.factors + rest, scale=product.scale * scale)
-        yield from _multiplied_out(term, state, dependent)
+        yield from _multiplied_out(term, state, dependent, depth + 1)
 
 
 class _Values:
     """Tells which values of a step are equal."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: Graph) -> None:
+        """Name each node as the first one that computes the same of the same."""
         self._keys: dict[Node, str] = {}
-        self._calls: dict[str, str] = {}
-
-    def _key(self, node: Node) -> str:
-        """Return the name of the first node that computes the same of the same."""
-        if node not in self._keys:
-            call = str((node.target, torch.fx.node.map_arg((node.args, node.kwargs), self._key)))
-            self._keys[node] = self._calls.setdefault(call, node.name) if node.op == "call_function" else node.name
-        return self._keys[node]
+        calls: dict[str, str] = {}
+        for node in graph.nodes:
+            call = str((node.target, torch.fx.node.map_arg((node.args, node.kwargs), self._keys.__getitem__)))
+            self._keys[node] = calls.setdefault(call, node.name) if node.op == "call_function" else node.name
 
     def weighted(self, product: Product, state: Node | None, rows: Sequence[Label]) -> tuple[Weighted, int | None]:
         """Return a product without the state, and the axis that it is summed along, if it is.
@@ -277,7 +278,7 @@ class _Values:
             places = [where.get(axis) for axis in factor.axes()]
             if factor.pending or None in places or len(set(places)) != len(places):
                 raise _Other
-            found.append(Part(factor.node, tuple(places), self._key(factor.node)))  # type: ignore[arg-type]
+            found.append(Part(factor.node, tuple(places), self._keys[factor.node]))  # type: ignore[arg-type]
         return Weighted(product.scale, tuple(found))
 
 

@@ -5,10 +5,12 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import refold
 from refold.compiler.ir.operators import RANK_ONE
 from refold.compiler.recurrence import systems
+from refold.compiler.recurrence.delta import read_rank_one
 from support.agreement import outputs, rewritten
 
 B, T, H, N, P = 2, 19, 3, 6, 4
@@ -322,3 +324,14 @@ def test_one_program_for_all_lengths(training):
         graphs |= {id(graph) for graph in compiled.report.graphs}
         assert RANK_ONE.name in str(compiled.report)
     assert len(graphs) == 1
+
+
+def test_a_step_of_many_sums_is_not_read_to_its_end():
+    def step(S, x):
+        for _ in range(1200):
+            S = S + x
+        return S
+
+    graph = make_fx(step, tracing_mode="fake")(torch.zeros(N, P), torch.zeros(N, P)).graph
+    (state, _), (new,) = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes
+    assert read_rank_one(graph, state, new) is None
