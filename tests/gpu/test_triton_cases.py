@@ -1,6 +1,7 @@
 """Every case of every operator's spec on the GPU: the Triton backend against the float64 definition.
 
-The bound is twice the error of the torch backend plus what `allowance` computes from dtype and problem.
+The bound is twice the error of the torch backend plus what `allowance` computes from dtype and problem, and the
+contract's roundings of inputs.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from refold.ops.spec import all_specs, load, shape_of  # noqa: E402
+from refold.ops.testing import Problem  # noqa: E402
+from refold.ops.testing.contract import roundings_of_inputs  # noqa: E402
 from refold.ops.testing.frameworks import TorchFrame  # noqa: E402
 from refold.verify.numerics import unit_roundoff  # noqa: E402
 
@@ -60,6 +63,10 @@ def results(module, spec, values):
     return out if isinstance(out, tuple) else (out,)
 
 
+def norm_error(value, truth):
+    return float(np.linalg.norm(value - truth) / (np.linalg.norm(truth) + 1e-30))
+
+
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("spec", "case"), CASES, ids=[f"{s.name}-{c.name}" for s, c in CASES])
 def test_matches_definition(spec, case, dtype):
@@ -68,16 +75,16 @@ def test_matches_definition(spec, case, dtype):
     poison = [torch.full((1 << 14,), float("nan"), device="cuda") for _ in range(3)]
     del poison
     got, again, torch_got = results(triton, spec, values), results(triton, spec, values), results(other, spec, values)
-    wide = {k: v.cpu().double().numpy() if torch.is_tensor(v) and v.is_floating_point() else
-            v.cpu().numpy() if torch.is_tensor(v) else v for k, v in values.items()}  # fmt: skip
-    wanted = results(importlib.import_module(f"{spec.module}.reference"), spec, wide)
-    for one, same, peer, want in zip(got, again, torch_got, wanted, strict=True):
-        want = torch.from_numpy(np.asarray(want)).to("cuda")
-        scale = want.norm() + 1e-30
-        error, bound = (one.double() - want).norm() / scale, (peer.double() - want).norm() / scale
+    here = {name: value.cpu() for name, value in values.items() if torch.is_tensor(value)}
+    arrays = {name: (a.double() if a.is_floating_point() else a).numpy() for name, a in here.items()}
+    options = {option.name: values[option.name] for option in spec.options}
+    given = Problem(spec, case, str(dtype).removeprefix("torch."), arrays, options)
+    more = roundings_of_inputs(given, norm_error)
+    for (name, want), one, same, peer in zip(given.results().items(), got, again, torch_got, strict=True):
+        error, bound = (norm_error(a.cpu().double().numpy(), want) for a in (one, peer))
         assert one.dtype == peer.dtype
         assert torch.equal(one, same), "two runs differ"
-        assert error <= 2 * bound + allowance(spec, case, dtype), (float(error), float(bound))
+        assert error <= 2 * bound + allowance(spec, case, dtype) + more[name], (name, error, bound)
 
 
 # Batch, tokens, heads, channels, groups, states: every way to cut heads and states into tiles, tiles that are not full,

@@ -393,6 +393,16 @@ def unfinished(name: str) -> Patch:
     return install
 
 
+def narrow(name: str) -> Patch:
+    """What one of the functions computes is rounded to bfloat16."""
+
+    def install(patch: pytest.MonkeyPatch) -> None:
+        function = getattr(right, name)
+        patch.setattr(right, name, lambda *a: function(*a).bfloat16().to(torch.float32))
+
+    return install
+
+
 BUGS: dict[str, tuple[Patch, str]] = {
     "Neumann series": (neumann, "values"),
     "a level is left out": (last_level, "values"),
@@ -416,18 +426,39 @@ def nothing_spoiled(line: Any, bad: Any) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_contract_refuses_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, name = BUGS[bug]
+    assert name in CHECKS
     plant(monkeypatch)
+    extra = [case(64), Case("repeated", case(64).sizes, GATED, {"chunk_size": 64})]
+    refused(name, [*SPEC.cases(), *extra], "float32", monkeypatch)
+
+
+HALF_BUGS: dict[str, tuple[Patch, str]] = {
+    "an inverse in bfloat16": (narrow("unit_lower_inverse"), "float16"),
+    "keys in bfloat16": (narrow("normalized"), "float16"),
+    **{
+        bug: (BUGS[bug][0], "bfloat16")
+        for bug in ("a level is left out", "groups take turns", "sequences share a state")
+    },
+}
+
+
+@pytest.mark.parametrize("bug", HALF_BUGS)
+def test_the_contract_refuses_them_in_16_bits(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, dtype = HALF_BUGS[bug]
+    plant(monkeypatch)
+    refused("values", SPEC.cases(), dtype, monkeypatch)
+
+
+def refused(name: str, cases: list[Case], dtype: str, patch: pytest.MonkeyPatch) -> None:
     for runner in registry.RUNNERS.values():
         for memory, empty in (("found", {}), ("known", {}), ("recent", ())):
-            monkeypatch.setattr(runner, memory, empty)
-    assert name in CHECKS
-    extra = [case(64), Case("repeated", case(64).sizes, GATED, {"chunk_size": 64})]
-    for one in [*SPEC.cases(), *extra]:
-        given = problem(SPEC, one)
+            patch.setattr(runner, memory, empty)
+    for one in cases:
+        given = problem(SPEC, one, dtype)
         if one.name == "repeated":
             given = given.with_arrays(k=np.full_like(given.arrays["k"], 0.5), beta=np.ones_like(given.arrays["beta"]))
         try:
             check(name, given, "torch")
         except AssertionError:
             return
-    raise AssertionError(f"the check {name} let {bug!r} pass")
+    raise AssertionError(f"the check {name} let the bug pass")

@@ -53,10 +53,11 @@ def strength_kind(beta: Any, beta_limit: float | None) -> str:
 
 def precisions(dtype: torch.dtype, *tiles: int) -> tuple[str, str]:
     """Return how products of ``dtype``, and those of the inverse, are formed."""
+    inverse = {torch.bfloat16: "half", torch.float16: "halves"}.get(dtype, "widen")
     if INTERPRETED:
-        return "widen", "widen"
+        return "widen", inverse
     if dtype != torch.float32:
-        return "ieee", "half"
+        return "ieee", inverse
     # Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
     return ("bf16x6", "bf16x6") if min(tiles) >= 32 else ("ieee", "ieee")
 

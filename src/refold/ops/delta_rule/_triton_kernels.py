@@ -24,10 +24,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from refold.ops.torch import launch
 from refold.ops.triton.math import LOG2E, dot, exp2, sequence, sigmoid, softplus
 
 FLOOR = tl.constexpr(-110.0)  # e^-110 is zero in float32: a log decay below it, -inf too, is the same as this
 NORM_EPS = tl.constexpr(1e-6)
+BF16 = tl.constexpr("widen" if launch.INTERPRETED else "ieee")
 
 
 @triton.jit
@@ -86,8 +88,12 @@ def slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK: tl.constexpr,
 def _product(a, b, PRECISION: tl.constexpr):
     if PRECISION == "half":
         return tl.dot(a.to(tl.float16), b.to(tl.float16))
+    elif PRECISION == "halves":
+        a0, b0 = a.to(tl.float16), b.to(tl.float16)
+        a1, b1 = (a - a0.to(tl.float32)).to(tl.float16), (b - b0.to(tl.float32)).to(tl.float16)
+        return tl.dot(a0, b0, tl.dot(a0, b1, tl.dot(a1, b0)))
     elif PRECISION == "wide":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+        return dot(a.to(tl.bfloat16), b.to(tl.bfloat16), None, BF16)
     else:
         return dot(a, b, None, PRECISION)
 
@@ -110,10 +116,12 @@ def _inverse(L, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constex
     them. No powers of L: they would be large where the inverse is not.
 
     With keys of length one and strengths up to 2, no element is above 2, and the 11 bits of float16 ("half") hold them
-    as well as TF32. With other keys they may be too large for it, and bfloat16 is used.
+    as well as TF32, and better than bfloat16 holds the result. Beside a result in float16 those roundings would be as
+    large as its own, level by level: each factor then is a sum of two ("halves"). With other keys they may be too large
+    for float16, and bfloat16 is used.
     """
     X = _levels(L, CHUNK, LEVELS, PRECISION)
-    if PRECISION == "half":  # noqa: SIM102 (a constant, then a value)
+    if PRECISION == "half" or PRECISION == "halves":  # noqa: SIM102 (constants, then a value)
         if tl.max(tl.where(tl.abs(X) < 256.0, 0, 1)) > 0:
             X = _levels(L, CHUNK, LEVELS, "wide")
     return X

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import CU_SEQLENS, Arg, Case, OpSpec, shape_of
+from refold.ops.spec import CU_SEQLENS, Arg, ArrayMeta, Case, Meta, OpSpec, shape_of
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -37,7 +37,21 @@ class Problem:
         arg = next(a for a in self.spec.args if a.name == name)
         if not arg.differentiable:
             return arg.dtypes[0]
-        return "float32" if arg.wide and self.dtype in ("float16", "bfloat16") else self.dtype
+        return "float32" if arg.wide and self.half else self.dtype
+
+    @property
+    def half(self) -> bool:
+        """Whether activations have 16 bits."""
+        return self.dtype in ("float16", "bfloat16")
+
+    def meta(self) -> Meta:
+        """Return what the spec finds in the call."""
+        metas = {name: ArrayMeta(a.shape, self.dtype_of(name), "cpu") for name, a in self.arrays.items()}
+        return self.spec.validate(Meta(self.spec.name, "numpy", metas, self.all_options()))
+
+    def mixes(self) -> bool:
+        """Whether tokens mix the elements of the state, so that what they write is a solution of equations."""
+        return self.spec.carry is not None and self.spec.carry(self.meta()).kind == "matrix"
 
     def time_axis(self, name: str) -> int | None:
         """Return the axis of an argument that runs over tokens."""
@@ -62,6 +76,10 @@ class Problem:
         absent = {arg.name: None for arg in self.spec.args if arg.name not in self.arrays}
         results = function(**self.arrays, **absent, **self.all_options())
         return results if isinstance(results, tuple) else (results,)
+
+    def results(self) -> dict[str, np.ndarray]:
+        """Return them by their names."""
+        return dict(zip((out.name for out in self.spec.outputs), self.reference(), strict=True))
 
     def all_options(self) -> dict[str, Any]:
         """Return every option, defaults included."""
