@@ -8,6 +8,8 @@ import torch
 import refold
 from support.scans import operators
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 STEPS = 24
 
 
