@@ -257,6 +257,15 @@ def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
                     yield f"{old} -> {new}", [_fitted(x, shape, g) for x, shape in zip(like, shapes, strict=True)]
 
 
+def longer(like: Sequence[torch.Tensor], times: int, seed: int) -> Tensors:
+    """Draw inputs with so many times the rows, and one more, wherever the first axis is that of the first input."""
+    g, rows = generator(seed), like[0].shape[:1]
+    shapes = [
+        (times * x.shape[0] + 1, *x.shape[1:]) if x.dim() and x.shape[:1] == rows else tuple(x.shape) for x in like
+    ]
+    return [_fitted(x, shape, g) for x, shape in zip(like, shapes, strict=True)]
+
+
 def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
     """Yield inputs whose elements lie otherwise in memory: transposed, strided, repeated, at an odd address."""
     fresh = draw("normal", like, seed)

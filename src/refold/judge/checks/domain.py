@@ -12,12 +12,14 @@ import torch
 from .. import inputs, weights
 from ..case import Case
 from ..errors import Raised
+from ..process import Call
 from ..results import unlike
 from ..shared import needed
 from ..sides import Tensors
 
 DISCRETE = 4096  # integers and truth values among results that are compared,
 MORE = 200  # in so many more calls at most
+ROWS = 200_000  # elements of inputs and results together, where there are many rows
 TWINS = 6  # pairs of arguments for which one tensor is given
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 
@@ -132,6 +134,33 @@ def shapes(case: Case) -> None:
             break
         if sum(t.numel() for t in values) <= 4 * size + 64:
             tried += elsewhere(case, f"size {name}", values, f"not for size {name}")
+    _many_rows(case)
+
+
+def _many_rows(case: Case) -> None:
+    """N6: many more rows than in other calls, if time and results grow in proportion. Only gross errors count."""
+    sides, seconds = case.sides, case.docket.level.shapes_s / 4
+    if not sides.first or not sides.first[0].dim():
+        return
+    usual = sum(math.prod(shape) for shape, _ in sides.outputs)
+    try:
+        few = sides.witness.call(Call(sides.tree, inputs.longer(sides.first, 4, 0)), case.docket.terms.timeout)
+    except Raised:
+        return
+    results = sum(t.numel() for t in few.tensors) / max(usual, 1)
+    times = min(ROWS // (sum(t.numel() for t in sides.first) + usual + 1), int(4 * seconds / (3 * few.seconds)))
+    if times < 8 or results > 6:
+        return
+    values = inputs.longer(sides.first, times, case.docket.derived("rows"))
+    longest = sides.longest
+    try:
+        terms = sides.reference.terms(sides.wide(Call(sides.tree, values)), case.docket.terms.timeout)
+        sides.longest = max(longest, terms) ** 2
+        elsewhere(case, f"{times} times as many rows", values, f"not for {times} times as many rows")
+    except Raised:
+        pass
+    finally:
+        sides.longest = longest
 
 
 def elsewhere(case: Case, name: str, values: Tensors, note: str) -> bool:
