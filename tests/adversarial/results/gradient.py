@@ -3,6 +3,7 @@
 import torch
 
 EXPECT = "N7"
+OFF = {"C6", "N7"}
 TERMS = {"train": True}
 
 
