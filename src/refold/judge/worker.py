@@ -427,12 +427,12 @@ class Stub:
             leaves = [t * 1 if ready.inner and t.requires_grad else t for t in own]
             build = partial(_unflatten, ready.tree)
             args = build(leaves)
-            before = _objects([args, own])
+            before, upstream = _objects(args), _objects(own) if ready.inner else None
             wanted = self._wanted(own) if self._back else []
             if ready.flow == "added":
                 _filled(wanted, ready.seed)
             result = uses.call(use, self._program, args, build, leaves, self._device, ready.seed)
-            left += _left([args, own], before)
+            left += _left(args, before) + (_left(own, upstream) if upstream else [])
             tree = _flatten(result, outputs, result=True)
             uses.afterwards(use, self._program, build, own, back)
             if self._back:
@@ -615,7 +615,7 @@ def _left(args: Any, before: tuple[Any, list[tuple[Any, ...]]]) -> list[str]:
         return ["the structure of its arguments"]
     names = ("memory", "dtype", "shape", "strides", "need of a gradient", "hooks")
     return [
-        f"the {name} of input {index % (len(before[1]) // 2)}"
+        f"the {name} of input {index}"
         for index, (old, new) in enumerate(zip(before[1], after[1], strict=True))
         for name, a, b in zip(names, old, new, strict=True)
         if a != b
