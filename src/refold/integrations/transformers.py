@@ -184,6 +184,7 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True,
         >>> print(summary)
         refold.accelerate: Mamba2ForCausalLM, transformers 5.17.0
             24 x Mamba2Mixer replaced
+            25 x Mamba2RMSNorm replaced
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"accelerate: model must be a torch.nn.Module; got {type(model).__name__}. Pass a model.")
