@@ -1,5 +1,6 @@
 """For all tests: no luck, no compile state carried from one test to the next, and quick compilers."""
 
+import gc
 import os
 import sys
 import zlib
@@ -26,7 +27,13 @@ if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # The compiler checks its graphs after every pass.
 os.environ.setdefault("REFOLD_CHECK_GRAPHS", "1")
+# A whole traceback for each operation that it is given takes a twentieth of the time.
+os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_CHEAP]).strip()
+
+
+# Compilers make many objects that stay: collecting at every 700 of them, as Python does, takes a tenth of the time.
+gc.set_threshold(100_000, 20, 20)
 
 
 # No test reads or writes the user's own decisions; tests of them name a folder of their own.
@@ -61,3 +68,19 @@ def _seed(request):
         import torch._dynamo
 
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_code(request):
+    """Let the graphs of `refold.compile` run operation by operation: code takes half of the time of a compile.
+
+    For tests of what a graph becomes, and of its values. That fake values are true, which code relies on, is checked
+    after every pass. There is code in tests marked ``codegen``, and in all where Inductor writes vector instructions.
+    """
+    if request.node.get_closest_marker("codegen") or os.environ["TORCHINDUCTOR_VEC_ISA_OK"] != "0":
+        yield
+        return
+    from support.trial import no_code
+
+    with no_code():
+        yield

@@ -17,11 +17,14 @@ from support import families
 
 # Releases from 5.18 on write the contractions as einsum; until then they were multiplied and summed.
 EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning:transformers.*",
-    "ignore::FutureWarning:transformers.*",
-    "ignore:Dynamo detected a call to a `functools.lru_cache`",  # transformers asks for versions while traced
-)
+pytestmark = [
+    pytest.mark.usefixtures("without_code"),  # the second run of `make test` has code
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning:transformers.*",
+        "ignore::FutureWarning:transformers.*",
+        "ignore:Dynamo detected a call to a `functools.lru_cache`",  # transformers asks for versions while traced
+    ),
+]
 
 # All sizes distinct; two groups of four heads. Granite and Bamba name them alike.
 SIZES = {
@@ -161,6 +164,7 @@ def test_cache_decoding_and_mask(name):
     agree(got, expected)
 
 
+@pytest.mark.codegen
 def test_dynamic_length():
     layer, _ = granite()
     layer.eval()

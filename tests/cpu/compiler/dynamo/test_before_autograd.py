@@ -41,6 +41,8 @@ from support.chunked import (
 from support.trained import inferred, trained
 from support.trial import no_code
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 SCAN = "fuse chunked scan"
 SKIP = "absorb skip"
 CONVOLUTION = "replace causal convolution"

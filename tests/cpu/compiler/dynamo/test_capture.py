@@ -13,6 +13,8 @@ from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
 from refold.report import GraphReport
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 B, T, D, N = 2, 40, 5, 3
 
 

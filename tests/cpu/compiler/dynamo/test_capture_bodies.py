@@ -7,6 +7,8 @@ import torch.nn.functional as F
 import refold
 from support.scans import spliced
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 B, T, D = 2, 24, 4
 
 
@@ -111,6 +113,7 @@ def test_two_loops_that_differ_in_a_constant_are_two_programs():
     assert [row.status for row in compiled.report.rewrites] == ["applied", "applied"]
 
 
+@pytest.mark.codegen
 def test_draws_are_those_of_torch_compile():
     def fn(x):
         return loop_of(lambda t, h, u: 0.9 * h + F.dropout(u, 0.3, True))(x[:, :16])

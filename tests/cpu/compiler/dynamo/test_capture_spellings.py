@@ -8,6 +8,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 import refold
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 B, T, D = 2, 40, 5
 
 

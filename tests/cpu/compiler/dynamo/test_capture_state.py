@@ -11,6 +11,8 @@ from torch import nn
 import refold
 from refold.compiler.dynamo import captures_loops
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 B, T, D = 2, 40, 5
 
 

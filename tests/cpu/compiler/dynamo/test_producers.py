@@ -8,6 +8,8 @@ import refold
 from refold.compiler.dynamo import to_scan
 from support.scans import compiled, flat, names, operators, spliced
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 B, T, D, N, H = 2, 40, 6, 4, 2
 
 

@@ -7,6 +7,8 @@ from torch.utils._pytree import tree_leaves
 import refold
 from refold.compiler.dynamo.call_site import CallSite
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 STEPS = 33
 
 

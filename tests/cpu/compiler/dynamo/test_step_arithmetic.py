@@ -8,6 +8,8 @@ import torch
 import refold
 from support.scans import spliced
 
+pytestmark = pytest.mark.usefixtures("without_code")
+
 B, T, D = 2, 24, 4
 
 
