@@ -197,7 +197,8 @@ def _mamba2(self: Any) -> _Sizes | None:
     factors, group = getattr(self, "mup_vector", None), None
     if factors is not None and self.in_proj.bias is not None:
         return None
-    if getattr(self, "mamba_rms_norm", True):
+    normed = getattr(self, "mamba_rms_norm", True)
+    if normed:
         options = mixers._norm_options(self.norm)
         if options is None or options["norm_before_gate"]:
             return None
@@ -208,7 +209,7 @@ def _mamba2(self: Any) -> _Sizes | None:
     state = self.num_heads, self.head_dim, self.ssm_state_size
     parameters: list[Any] = [(a, (self.num_heads,)) for a in (self.A_log, self.D, self.dt_bias)]
     columns = inner + channels + self.num_heads
-    parameters += [(self.norm.weight, (inner,))] if getattr(self, "mamba_rms_norm", True) else []
+    parameters += [(self.norm.weight, (inner,))] if normed else []
     parameters += [] if factors is None else [(factors, (1, 1, columns))]
     return _Sizes(inner, channels, columns, state, group, (), parameters)
 

@@ -8,7 +8,7 @@ watches calls, and every tensor is plain. Else what the class does runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any
@@ -39,14 +39,16 @@ def quiet(x: Tensor) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether `norm` knows what a module computes."""
-    return _norm_options(original(module), _own(module)) is not None
+    names = {name for name in vars(module) if name != "training" and not name.startswith("_")}
+    options = _norm_options(original(module))
+    return options is not None and names == {options[0]}  # private names are transformers' marks
 
 
 def norm(self: Any, hidden_states: Tensor) -> Tensor:
     """Forward of an RMS norm: one launch where it can be, else that of its class."""
     x, weight, kind = hidden_states, self.weight, original(self)
     fused = kernels(x) if quiet(x) else None
-    options = None if fused is None else _norm_options(kind, _own(self))
+    options = None if fused is None else _norm_options(kind)
     plain = type(weight) in (nn.Parameter, Tensor) and weight.device == x.device and weight.shape == x.shape[-1:]
     if options is None or not plain or x.dtype != weight.dtype or x.dtype not in DTYPES or x.numel() == 0:
         own: Tensor = kind.forward(self, hidden_states)
@@ -58,32 +60,26 @@ def norm(self: Any, hidden_states: Tensor) -> Tensor:
         return fused.normalised(rows, weight, getattr(self, eps), offset).view(x.shape)  # type: ignore[union-attr]
 
 
-def _own(module: nn.Module) -> tuple[str, ...]:
-    """Give the names of what a module has besides what every module has; private ones are transformers' marks."""
-    return tuple(sorted(name for name in vars(module) if name != "training" and not name.startswith("_")))
-
-
 @cache
-def _norm_options(kind: Any, own: tuple[str, ...]) -> tuple[str, float] | None:
+def _norm_options(kind: Any) -> tuple[str, float] | None:
     """Give the name of eps in an RMS norm of transformers and what is added to its weight; None of any other class.
 
     The class is tried on numbers, since two formulas have the same name: ``weight`` or ``1 + weight`` times the norm.
     """
-    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNorm") and len(own) == 1):
+    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNorm")):
         return None
-    module, eps = kind.__new__(kind), 0.25
-    nn.Module.__init__(module)
-    module.weight, x = nn.Parameter(torch.tensor([0.5, -1.5, 2.0, 3.0])), torch.tensor([[1.0, 2.0, -3.0, 0.5]])
-    setattr(module, own[0], eps)
-    with torch.no_grad():
-        try:
+    weight, x, value = torch.tensor([0.5, -1.5, 2.0, 3.0]), torch.tensor([[1.0, 2.0, -3.0, 0.5]]), 0.25
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + value)
+    for eps in ("variance_epsilon", "eps"):
+        module = kind.__new__(kind)
+        nn.Module.__init__(module)
+        module.weight = nn.Parameter(weight)
+        setattr(module, eps, value)
+        with torch.no_grad(), suppress(Exception):  # it needs something else
             found = module(x)
-        except Exception:  # it needs something else
-            return None
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        for offset in (0.0, 1.0):
-            if torch.allclose(found, normed * (module.weight + offset), rtol=1e-6, atol=1e-6):
-                return own[0], offset
+            for offset in (0.0, 1.0):
+                if torch.allclose(found, normed * (weight + offset), rtol=1e-6, atol=1e-6):
+                    return eps, offset
     return None
 
 

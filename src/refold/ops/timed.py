@@ -41,15 +41,18 @@ class Timed:
 
 def operator_suites() -> list[dict[str, Callable[..., Iterator[Timed]]]]:
     """List what each operator lists in its ``bench.py``."""
-    modules = [f"{load(name).module}.bench" for name in operators()]
-    return [import_module(module).SUITES for module in modules if find_spec(module) is not None]
+    return [bench.SUITES for bench in _benches().values()]
 
 
 def shared_calls() -> dict[str, Callable[[int], dict[str, Any]]]:
     """Give for each operator that lists one in its ``bench.py`` a call of some tokens that ranks can share."""
-    found = {name: f"{load(name).module}.bench" for name in operators()}
-    loaded = {name: import_module(module) for name, module in found.items() if find_spec(module) is not None}
-    return {name: module.SHARED for name, module in loaded.items() if hasattr(module, "SHARED")}
+    return {name: bench.SHARED for name, bench in _benches().items() if hasattr(bench, "SHARED")}
+
+
+def _benches() -> dict[str, Any]:
+    """Import the ``bench.py`` of each operator that has one."""
+    modules = {name: f"{load(name).module}.bench" for name in operators()}
+    return {name: import_module(module) for name, module in modules.items() if find_spec(module) is not None}
 
 
 def normal(*shape: int, dtype: str = "float32") -> Any:
