@@ -63,6 +63,16 @@ def test_greedy_tokens_of_every_family(name):
     assert replayed(summary) > 20, str(summary)
 
 
+def test_other_models_compile_in_one_graph_after_a_token_by_a_graph():
+    """The function of attention that a graph registers is every model's."""
+    model, plain, _ = pair("falcon_h1")
+    model.generate(ids_of(1, 7), **GREEDY)
+    compiled, ids = torch.compile(plain, backend="eager", fullgraph=True), ids_of(2, 9)
+    with torch.no_grad():
+        found, expected = compiled(ids, use_cache=False).logits, plain(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_that_wait_for_the_device_are_not_captured(name):
     model, plain, summary = pair(name, experts="eager")

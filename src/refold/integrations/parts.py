@@ -102,7 +102,9 @@ def _sdpa(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(own)
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
-        if _reading.get() is not None and (y := _attend(query, key, value, attention_mask, given)) is not None:
+        if torch.compiler.is_compiling() or _reading.get() is None:  # Dynamo knows no context variables
+            return own(module, query, key, value, attention_mask, **given)
+        if (y := _attend(query, key, value, attention_mask, given)) is not None:
             return y, None
         return own(module, query, key, value, attention_mask, **given)
 
