@@ -45,8 +45,8 @@ def operator_suites() -> list[dict[str, Callable[..., Iterator[Timed]]]]:
 
 
 def shared_calls() -> dict[str, Callable[[int], dict[str, Any]]]:
-    """Give for each operator that lists one in its ``bench.py`` a call of some tokens that ranks can share."""
-    return {name: bench.SHARED for name, bench in _benches().items() if hasattr(bench, "SHARED")}
+    """Give for each operator that has ``shared`` in its ``bench.py`` a call of some tokens that ranks can share."""
+    return {name: bench.shared for name, bench in _benches().items() if hasattr(bench, "shared")}
 
 
 def _benches() -> dict[str, Any]:

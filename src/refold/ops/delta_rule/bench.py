@@ -10,13 +10,10 @@ from refold.ops.timed import Timed, normal, uniform
 SUITES: dict[str, Callable[..., Iterator[Timed]]] = {}
 
 
-def _shared(tokens: int) -> dict[str, Any]:
+def shared(tokens: int) -> dict[str, Any]:
     """Draw inputs of a layer of Qwen3-Next: a state of 2 MiB and a map of the same size."""
     qk, v = (1, tokens, 16, 128), (1, tokens, 32, 128)
     return {
         "q": normal(*qk, dtype="bfloat16"), "k": normal(*qk, dtype="bfloat16"), "v": normal(*v, dtype="bfloat16"),
         "g": -uniform(1, tokens, 32) / 8, "beta": uniform(1, tokens, 32), "normalize": True,
     }  # fmt: skip
-
-
-SHARED = _shared

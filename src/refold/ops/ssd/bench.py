@@ -94,12 +94,9 @@ def _cases(shapes: Sequence[tuple[int, ...]], fused: str = "") -> Iterator[Timed
 SUITES = {"ssd": lengths, "ssd-sizes": sizes, "ssd-backward": backward, "pointwise": step}
 
 
-def _shared(tokens: int) -> dict[str, Any]:
+def shared(tokens: int) -> dict[str, Any]:
     """Draw inputs of a layer of Granite 4 or of Mamba-2 with 2.7 billion parameters."""
     return {
         "x": normal(1, tokens, 64, 64, dtype="bfloat16"), "dt": uniform(1, tokens, 64) / 8, "A": -uniform(64) - 0.1,
         "B": normal(1, tokens, 1, 128, dtype="bfloat16"), "C": normal(1, tokens, 1, 128, dtype="bfloat16"),
     }  # fmt: skip
-
-
-SHARED = _shared
