@@ -1,7 +1,7 @@
 """Operators on a sequence that ranks of one host share, one process and one device each.
 
 Weak scaling: the tokens of a rank stay the same. Strong scaling: the tokens of the sequence do. The time is that of
-the slowest rank, between two barriers. Inputs are bfloat16.
+the slowest rank, between two barriers. Inputs are bfloat16. Ranks know how many tokens each has, as in a model.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _measure(rank: int, ranks: int, folder: str, cases: list[tuple[str, str, int
     torch.cuda.set_device(rank)
     meeting, device = f"file://{folder}/meeting{ranks}", torch.device("cuda", rank)
     dist.init_process_group("nccl", init_method=meeting, rank=rank, world_size=ranks, device_id=device)
-    group = Cut(dist.group.WORLD) if ranks > 1 else None
     found: list[list[float] | str] = []
     for op, kind, tokens in cases:
         torch.manual_seed(rank)
         try:
+            group = Cut(dist.group.WORLD, (tokens,) * ranks) if ranks > 1 else None
             found.append(_seconds(op, kind, tokens, group, repeats))
         except torch.OutOfMemoryError as error:
             found.append(str(error).split(". ")[0])

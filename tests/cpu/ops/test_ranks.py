@@ -115,6 +115,51 @@ def every_case(groups, rank):
                     yield name, f"rank {rank}: {label}: {line}"
 
 
+def faded(group, names=("ssd", "selective_scan", "linear_scan")):
+    """Compare where nothing is left of a state after a few tokens, and count those that are computed again."""
+    look, reaches = ranks._Call.look, []
+
+    def seen(call, part):
+        near = look(call, part)
+        reaches.append((part.enters is not False, near, part.count))
+        return near
+
+    with mock.patch.object(ranks._Call, "look", seen):
+        for name in names:
+            for label, arrays, options, _, layout, told, _ in cases(name):
+                total = next(iter(arrays.values())).shape[1]
+                if total < 15:
+                    continue
+                strong = {"A": -30 - 40 * arrays["A"].abs()} if "A" in arrays else {"a": arrays["a"] * 1e-5}
+                for lengths in ([total - 12, 7, 5], [2, 0, total - 2]):
+                    for line in compare(name, arrays | strong, options, group, lengths, layout, told):
+                        yield f"{name} {label} {lengths}: {line}"
+    few = sum(enters and near < count for enters, near, count in reaches)
+    if 2 * few < sum(enters and count > 4 for enters, _, count in reaches):
+        yield f"few of {reaches} are short"
+
+
+def spoiled(group):
+    """Yield where NaN is not as on one device, if what one rank gets is not finite and all states fade."""
+    for op in ("ssd", "selective_scan", "linear_scan"):
+        for label, arrays, options, _, layout, told, _ in cases(op):
+            total = next(iter(arrays.values())).shape[1]
+            if total < 15 or "reset" in arrays:
+                continue
+            strong = {"A": -30 - 40 * arrays["A"].abs()} if "A" in arrays else {"a": arrays["a"] * 1e-5}
+            spoilt = arrays["x"].clone()
+            spoilt[(slice(None), 1, *[0] * (spoilt.dim() - 2))] = torch.nan
+            given, lengths = arrays | strong | {"x": spoilt}, [2, total - 5, 3]
+            expected = getattr(ops, op)(**given, **options)
+            token = [arg.name for arg in load(op).args if arg.timed and arg.name in given]
+            own = {n: tokens_of(a, group.rank(), lengths, layout) if n in token else a for n, a in given.items()}
+            y, state = getattr(ops, op)(**own, **options, group=Cut(group, lengths if told else None, layout))
+            dist.all_reduce(state, group=group)
+            wanted = tokens_of(expected[0], group.rank(), lengths, layout)
+            if not (torch.equal(y.isnan(), wanted.isnan()) and torch.equal(state.isnan(), expected[1].isnan())):
+                yield f"{op} {label} {layout}"
+
+
 def family(group):
     """Compare the layers that write more than once per token."""
     rng = np.random.default_rng(1)
@@ -187,6 +232,10 @@ def planted(group):
                 _, arrays, options, *_ = max((c for c in cases(op) if c[0].startswith(start)), key=lambda c: sum(c[3]))
                 total = next(iter(arrays.values())).shape[1]
                 yield f"{bug}: {op}", len(compare(op, arrays, options, group, [total - 5, 2, 3]))
+    with mock.patch.object(ranks, "NEGLIGIBLE", 2.0**30):
+        yield "too short", len(list(faded(group)))
+    with mock.patch.object(ranks._Part, "put", lambda self, states, document, row, where: states):
+        yield "nothing enters", len(list(faded(group)))
 
 
 def heads_and_time():
@@ -237,6 +286,7 @@ def work(rank, size):
         found["family"] = [*family(groups[3]), *sharding(groups[3])]
         found["errors"] = list(errors(groups[3]))
         found["planted"] = dict(planted(groups[3]))
+        found["faded"] = [*faded(groups[3]), *spoiled(groups[3])]
         found["compiled"] = compiled(groups[3])
     found["family"] += heads_and_time()
     with mock.patch.multiple(dist, init_process_group=lambda *_: None, destroy_process_group=lambda: None):
@@ -258,9 +308,9 @@ def results(tmp_path_factory):
     return on_ranks(4, work, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "family"])
+@pytest.mark.parametrize("name", [*NAMES, "family", "faded"])
 def test_equals_one_device(results, name):
-    assert [line for found in results[0] for line in found[name]] == []
+    assert [line for found in results[0] for line in found.get(name, ())] == []
 
 
 def test_ranks_that_disagree_all_stop(results):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,14 @@ def linear_scan_backward(
     da = before.mul_(adjoints) if reset is None else before.mul_(adjoints).masked_fill_(reset, 0.0)
     grads = {"a": _ordered(da, reverse, dtype), "x": _ordered(adjoints, reverse, dtype)}
     return grads if initial_state is None else {**grads, "initial_state": dinitial}
+
+
+def fading(tokens: int, *, a: Tensor, reset: Tensor | None, **others: Any) -> Tensor | None:
+    """Return the log of what each of the first tokens leaves of a state; 0 where a later one could bring it back.
+
+    None with resets: behind one, a state is finite that was not.
+    """
+    return None if reset is not None else torch.where(a.abs().amax() <= 1, a[:, :tokens].abs().log(), 0.0)
 
 
 def _ordered(array: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:

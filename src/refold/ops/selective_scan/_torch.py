@@ -121,6 +121,19 @@ def selective_scan_backward(
     return grads
 
 
+def fading(
+    tokens: int, *, dt: Tensor, A: Tensor, dt_bias: Tensor | None, decay: Tensor | None, dt_softplus: bool,
+    **others: Any,
+) -> Tensor | None:  # fmt: skip
+    """Return the log of what each of the first tokens leaves of a state; 0 where a later one could bring it back."""
+    step = step_size(dt, dt_bias, dt_softplus, None)
+    falls = step.amin() >= 0
+    if decay is not None:
+        falls = falls & (decay.abs().amax() <= 1)
+    log = step[:, :tokens] * A.amax(1)
+    return torch.where(falls, log if decay is None else log + decay[:, :tokens].abs().log(), 0.0)
+
+
 def selective_scan_step(**arguments: Any) -> tuple[Tensor, Tensor]:
     """Compute `refold.ops.selective_scan_step`."""
     return short_scan(selective_scan, **arguments)

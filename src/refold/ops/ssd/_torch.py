@@ -162,6 +162,16 @@ def _gradients(
     return grads
 
 
+def fading(
+    tokens: int, *, dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float],
+    **others: Any,
+) -> Tensor | None:  # fmt: skip
+    """Return the log of what each of the first tokens leaves of a state; None where a later one could bring it back."""
+    if dt_limit[0] < 0 and not dt_softplus:
+        return None
+    return step_size(dt[:, :tokens], dt_bias, dt_softplus, dt_limit) * A
+
+
 def ssd_step(
     *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float],

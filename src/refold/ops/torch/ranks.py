@@ -1,10 +1,12 @@
 """Operators on a sequence that is cut over the ranks of a process group: each rank computes its own tokens.
 
 The tokens of a rank map the state that enters to the one that leaves: ``M S + U`` (`refold.ops.spec.Carry`). The
-operator itself gives both: U is its final state if zero enters, M what it makes of ones or of the identity. One
-all-gather tells all ranks of a call; each folds those before its own and computes its tokens from the right state.
-The gradient of a state goes back in the same way, by the transposed maps: again one all-gather, then the operator's own
-backward. No gradient passes through M and U: the maps are numbers, and the last pass holds every use of the arguments.
+operator itself gives both: U is its final state if zero enters, M what it makes of ones or of the identity. All ranks
+compute their tokens from zero at once. One all-gather tells them all U and M; each folds those before its own, and
+computes again, from the state that enters, the tokens that this state reaches: its reach (`_Call.look`). Where states
+decay, these are few, and M is zero. The gradient of a state goes back in the same way, by the transposed maps: that of
+the state that enters comes from the tokens that it reaches; again one all-gather, then the operator's own backward. No
+gradient passes through M and U: the maps are numbers, and the last pass holds every use of the arguments.
 
 Of a pack, only the document that is open at the end of a rank's tokens is told. The others are in the call of that rank
 as sequences without tokens. docs/scale.md says who has which rows of states, and which gradients are partial sums.
@@ -14,6 +16,7 @@ The call is one node, ``refold::<op>_ranks(arrays, options, backend, group, leng
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -23,14 +26,24 @@ from torch import Tensor
 
 from refold.errors import ArgumentError, RefoldError
 from refold.ops.arrays import meta_of
-from refold.ops.backends import resolve
+from refold.ops.backends import backend_module, resolve
 from refold.ops.spec import CU_SEQLENS, Arg, Carry, Meta, OpSpec, all_specs, check_cu_seqlens_values, shape_of
 from refold.ops.torch import sharded
 from refold.ops.torch.cuts import Cut, Piece, agree, all_gather, cut_of_node, node_of, pieces
 from refold.ops.torch.nodes import define, differentiate, refuse_derivative
 from refold.ops.torch.registry import OPS, prepared
+from refold.ops.torch.spoiled import spoil
 
 INITIAL = "initial_state"
+
+NEGLIGIBLE = 2.0**-10
+"""What is left of a state counts as nothing if it is less than this part of its rounding."""
+
+_DESCRIBED: dict[Any, tuple[Meta, Carry]] = {}
+"""What is known of the arguments of a call, by all that it depends on: finding out takes half of the host's time."""
+
+_SIDE: dict[torch.device, Any] = {}
+"""Device -> a stream next to the one that computes."""
 
 
 def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str, group: Any) -> Any:
@@ -59,7 +72,7 @@ class _Part:
     def __init__(self, piece: Piece, offsets: Tensor | None, closes: bool) -> None:
         self.piece, self.pack, self.closes = piece, offsets, closes
         begin, end = piece.begin, piece.end
-        self.tokens = slice(piece.at, piece.at + end - begin)
+        self.tokens, self.count = slice(piece.at, piece.at + end - begin), end - begin
         self.offsets, self.own = None, cast(Any, closes)
         self.first = self.last = None
         self.enters = self.through = cast(Any, begin > 0)
@@ -69,14 +82,15 @@ class _Part:
             self.first, self.last = (
                 torch.searchsorted(ends, at, right=True).clamp(max=len(ends) - 1) for at in (begin, end - 1)
             )
-            self.enters = begin > 0 and offsets[self.first] < begin  # a document is open where the run begins
-            self.through = begin > 0 and offsets[self.last] < begin  # and it is the one that is open at its end
+            self.enters = begin > 0 and offsets.take(self.first) < begin  # a document is open where the run begins
+            self.through = begin > 0 and offsets.take(self.last) < begin  # and it is the one that is open at its end
+            self.entered_end = ends.take(self.first)
             self.own = ((ends > begin) if begin else (ends >= 0)) & (ends <= end)  # documents that end here
 
     def some(self, begin: int, end: int) -> _Part:
         """Return the part of some of the tokens, counted from its first."""
         piece = Piece(self.piece.rank, self.piece.at + begin, self.piece.begin + begin, self.piece.begin + end)
-        return _Part(piece, self.pack, self.closes)
+        return _Part(piece, self.pack, self.closes and piece.end == self.piece.end)
 
     def row(self, states: Tensor, document: Any) -> Tensor:
         """Return the state of a document; without a pack, those of all rows."""
@@ -105,8 +119,15 @@ class _Call:
         self.arrays = _named(spec, inputs[:count])
         self.options = dict(zip([o.name for o in spec.options], spec.unwritten_options(inputs[count:-4]), strict=True))
         self.backend, self.cut = inputs[-4], cut_of_node(*inputs[-3:])
-        self.lengths = list(told or self._told())
-        self.meta, self.carry = _described(spec, self.arrays, self.options, self.backend)
+        size = self.cut.size
+        self.lengths = list(told[:size] if told else self._told())
+        key = self.backend, *[a if a is None else (a.shape, a.dtype, a.device) for a in inputs[:count]]
+        key = spec.name, str(self.options), *key
+        if (found := _DESCRIBED.get(key)) is None:
+            if len(_DESCRIBED) > 4096:
+                _DESCRIBED.clear()
+            found = _DESCRIBED[key] = _described(spec, self.arrays, self.options, self.backend)
+        self.meta, self.carry = found
         self.wide = spec.written_options(list(_wide(self.options).values()))
         self.dtype = _state_dtype(spec, self.meta)
         self.offsets = self.arrays.get(CU_SEQLENS)
@@ -117,6 +138,7 @@ class _Call:
         self.parts = [_Part(p, self.offsets, p.end == self.total) for p in parts]
         self.mine = [part for part in self.parts if part.piece.rank == self.cut.rank]
         self.slots = [p for p in self.pieces if p.rank == self.cut.rank]
+        self.reach: dict[Piece, Any] = dict(zip(self.slots, told[size:] if told else (), strict=bool(told)))
         if self.mine and self.offsets is not None and self.offsets.device.type == "cpu":
             check_cu_seqlens_values(spec.name, self.offsets.tolist(), self.total)
 
@@ -164,6 +186,29 @@ class _Call:
         row = self.zeros(self.shape()) if row is None else row
         return part.put(states, part.first, row.to(states.dtype), part.enters)
 
+    def entered(self, part: _Part, state: Tensor, done: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return the results of a part that a state enters; ``done`` are those if zeros enter, and are overwritten."""
+        if done is not None and part.enters is False:
+            return done
+        near = part.count if done is None else self.reach[part.piece]
+        head = part.some(0, near)
+        y_head, passed = self.run(self.given(head, self.initial(head, state)))
+        if done is None or near == part.count:
+            return y_head, passed
+        y, states = done
+        y[:, :near] = y_head
+        inner, outer = (output.axes.replace("k", "b").split() for output in reversed(self.spec.outputs))
+        bad = ~state.isfinite()
+        for at in [at for at, axis in enumerate(inner) if axis not in outer]:
+            bad = bad.any(at, keepdim=True)
+        bad = bad.reshape(len(y), *y.shape[2:])
+        spoil(y, bad, near, part.count if part.pack is None else part.entered_end - part.piece.begin)
+        states = part.put(states, part.first, part.row(states, part.first) + 0.0 * state, part.enters)
+        if part.pack is not None:  # a document that ends within reach
+            ended = part.entered_end <= head.piece.end
+            states = part.put(states, part.first, part.row(passed, part.first), ended)
+        return y, states
+
     def shape(self, **sizes: int) -> tuple[int, ...]:
         """Return the shape of the states of the rows of a batch; with other sizes where they are given."""
         return shape_of(self.spec.outputs[1].axes, {**self.meta.sizes, "k": self.meta.sizes["b"], **sizes})
@@ -176,7 +221,7 @@ class _Call:
         """Return the map of a part: what the tokens make of the states that enter, if each row is one document."""
         if self.carry.kind == "window":
             return self.zeros((self.meta.sizes["b"], 0))
-        spec, sizes = self.spec, {**self.meta.sizes, **self.carry.sizes} | {"t": part.tokens.stop - part.tokens.start}
+        spec, sizes = self.spec, {**self.meta.sizes, **self.carry.sizes} | {"t": part.count}
         changed: dict[str, Any] = {CU_SEQLENS: None}
         for arg in spec.args:
             if arg.name in spec.outputs[0].alone and arg.optional:
@@ -187,6 +232,44 @@ class _Call:
         start = self.zeros(shape_of(spec.outputs[1].axes, sizes | {"k": sizes["b"]}))
         start = start + 1 if self.carry.kind == "factors" else start + torch.eye(start.shape[-1]).to(start)
         return self.run(self.given(part, start, **changed))[1]
+
+    def look(self, part: _Part) -> int | Callable[[], int]:
+        """Return how many of the first tokens a state that enters reaches, at least 1, or what finds out.
+
+        That is up to where its document ends, or until nothing is left of it. A GPU finds out next to what it computes
+        when the answer is asked for.
+        """
+        if self.window is not None:
+            return min(part.count, max(self.window, 1))
+        looks = getattr(backend_module(self.spec, "torch"), "fading", None)
+        if part.enters is False or (looks is None and part.pack is None):
+            return part.count
+        if self.meta.device != "cuda":
+            return _rounded(int(self._reach(part, looks)), part.count, 1)
+        if torch.cuda.is_current_stream_capturing():
+            return part.count
+        at = next(iter(self.arrays.values())).device
+        side = _SIDE.setdefault(at, torch.cuda.Stream(at))
+        side.wait_stream(torch.cuda.current_stream(at))
+
+        def answer() -> int:
+            with torch.cuda.stream(side):
+                return _rounded(int(self._reach(part, looks)), part.count, 256)
+
+        return answer
+
+    def _reach(self, part: _Part, looks: Callable[..., Tensor | None] | None) -> Any:
+        """Return how many of the first tokens a state that enters reaches, as far as the decays of a quarter tell."""
+        some, found = min(part.count, max(part.count // 4, 4096)), cast(Any, part.count)
+        given = dict(zip(self.arrays, self.given(part, None), strict=True)) | self.options
+        if looks is not None and (log := looks(some, **given)) is not None:
+            least = math.log(torch.finfo(self.dtype).eps * NEGLIGIBLE)
+            sums = log.to(self.dtype).cumsum(1).reshape(len(log), some, -1)
+            left = (~(sums < least)).any(2).any(0).sum()
+            found = torch.where(left < some, left, found)
+        if part.pack is not None:
+            found = (part.entered_end - part.piece.begin).clamp(max=found)
+        return found
 
     def told(self, rows: dict[Piece, tuple[Tensor, Tensor]]) -> dict[Piece, tuple[Tensor, Tensor]]:
         """Return a state and a map for each run of tokens, as its rank passes them: the one all-gather of a call."""
@@ -209,8 +292,8 @@ class _Call:
             return move * state
         if self.carry.kind == "matrix":
             return (move.transpose(-1, -2) if back else move) @ state
-        tokens, moved = part.tokens.stop - part.tokens.start, torch.zeros_like(state)
-        kept = max(self.window - tokens, 0)  # type: ignore[operator]
+        moved = torch.zeros_like(state)
+        kept = max(self.window - part.count, 0)  # type: ignore[operator]
         if back:
             moved[..., state.shape[-1] - kept :] = state[..., :kept]
         else:
@@ -224,15 +307,19 @@ def _forward(spec: OpSpec) -> Callable[..., Any]:
             call = _Call(spec, inputs)
             rows, done = {}, {}
             for part in call.mine:
-                if part.closes:
+                call.reach[part.piece] = near = call.look(part)
+                if part.closes and (call.window is not None or near == part.count) and part.enters is not False:
                     continue
                 short = part if call.window is None else part.some(*_tail(part, call.window))
                 y, states = call.run(call.given(short, call.initial(short, None)))
-                # What nothing enters needs no map.
-                move = call.zeros(call.map_shape()) if part.enters is False else call.map(part)
-                rows[part.piece] = part.row(states, part.last), move
-                if part.enters is False and call.window is None:
+                if call.window is None:
                     done[part.piece] = y, states
+                if callable(near):
+                    call.reach[part.piece] = near = near()
+                # What nothing enters, and what nothing is left of, needs no map.
+                mapped = near == part.count and part.enters is not False and not part.closes
+                move = call.map(part) if mapped else call.zeros(call.map_shape())
+                rows[part.piece] = part.row(states, part.last), move
             told, entering = call.told(rows), {}
             state: Tensor | None = None
             for part in call.parts:
@@ -245,11 +332,7 @@ def _forward(spec: OpSpec) -> Callable[..., Any]:
             parts = list[Tensor]()
             final = x.new_zeros(shape, dtype=getattr(torch, dtype))
             for part in call.mine:
-                if part.piece in done:
-                    y, states = done.pop(part.piece)
-                else:
-                    start = call.initial(part, entering[part.piece])
-                    y, states = call.run(call.given(part, start))
+                y, states = call.entered(part, entering[part.piece], done.pop(part.piece, None))
                 parts.append(y)
                 final = final + _pick(part.own, states.to(final.dtype))
             none = call.zeros(call.shape()), call.zeros(call.map_shape())
@@ -257,7 +340,7 @@ def _forward(spec: OpSpec) -> Callable[..., Any]:
             moves = torch.stack([rows.get(piece, none)[1] for piece in call.slots])
             y = x.new_empty((y_shape[0], 0, *y_shape[2:]), dtype=getattr(torch, y_dtype))
             y = parts[0] if len(parts) == 1 else torch.cat(parts, 1) if parts else y
-            return y, final, kept, moves, torch.tensor(call.lengths)
+            return y, final, kept, moves, torch.tensor([*call.lengths, *(call.reach.get(p, 0) for p in call.slots)])
 
     return forward
 
@@ -284,9 +367,9 @@ def _backward(spec: OpSpec) -> Callable[..., Any]:
             for part in call.mine:
                 if part.enters is False:
                     continue
-                short = part if call.window is None else part.some(*_head(part, call.window))
+                near = part.some(0, call.reach[part.piece])
                 only = [name == INITIAL for name in names]
-                (dinitial,) = differentiated(short, part.piece, own[part.piece], only)
+                (dinitial,) = differentiated(near, part.piece, _pick(near.own, whole), only)
                 rows[part.piece] = part.row(dinitial, part.first), move[part.piece]
             told, leaving, gradient = call.told(rows), {}, call.zeros(call.shape())
             for part in reversed(call.parts):
@@ -331,12 +414,13 @@ def _fact(arg: Arg, array: Tensor | None) -> Any:
 
 
 def _tail(part: _Part, window: int) -> tuple[int, int]:
-    tokens = part.tokens.stop - part.tokens.start
-    return max(tokens - max(window, 1), 0), tokens
+    return max(part.count - max(window, 1), 0), part.count
 
 
-def _head(part: _Part, window: int) -> tuple[int, int]:
-    return 0, min(part.tokens.stop - part.tokens.start, max(window, 1))
+def _rounded(tokens: int, count: int, least: int) -> int:
+    """Return a power of two of tokens, so that there are few kinds of calls; or all, if those are few more."""
+    near = max(1 << (max(tokens, 1) - 1).bit_length(), least)
+    return near if 2 * near <= count else count
 
 
 def _named(spec: OpSpec, arrays: Sequence[Any]) -> dict[str, Any]:
@@ -392,7 +476,7 @@ def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
             x.new_empty(states, dtype=getattr(torch, state_dtype)),
             x.new_empty((cut.runs, *rows), dtype=dtype),
             x.new_empty((cut.runs, *_map_shape(spec, meta, carry)), dtype=dtype),
-            x.new_empty((cut.size,), dtype=torch.int64, device="cpu"),
+            x.new_empty((cut.size + cut.runs,), dtype=torch.int64, device="cpu"),
         )
 
     return fake
