@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -42,8 +43,11 @@ NEGLIGIBLE = 2.0**-10
 _DESCRIBED: dict[Any, tuple[Meta, Carry]] = {}
 """What is known of the arguments of a call, by all that it depends on: finding out takes half of the host's time."""
 
-_SIDE: dict[torch.device, Any] = {}
-"""Device -> a stream next to the one that computes."""
+
+@cache
+def _side(device: torch.device) -> Any:
+    """Return a stream next to the one that computes."""
+    return torch.cuda.Stream(device)
 
 
 def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str, group: Any) -> Any:
@@ -249,7 +253,7 @@ class _Call:
         if torch.cuda.is_current_stream_capturing():
             return part.count
         at = next(iter(self.arrays.values())).device
-        side = _SIDE.setdefault(at, torch.cuda.Stream(at))
+        side = _side(at)
         side.wait_stream(torch.cuda.current_stream(at))
 
         def answer() -> int:

@@ -24,7 +24,9 @@ if find_spec("triton") is not None:
 
 def spoil(y: Tensor, bad: Tensor, first: int, end: int | Tensor) -> None:
     """Write NaN to ``y (b, t, ...)`` from token ``first`` to before ``end``, where ``bad (b, ...)`` says so."""
-    width, end = bad[0].numel(), torch.as_tensor(end, device=y.device)
+    width = bad[0].numel()
+    if isinstance(end, int):
+        end = torch.full((), end, device=y.device)  # which waits for nothing
     inner = y[:1, :1].is_contiguous()
     if y.device.type == "cuda" and inner and find_spec("triton") is not None:
         grid = triton.cdiv(width, 256), len(y), 64
