@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from refold.integrations import attention, documents, parts
+from refold.integrations import attention, documents, lean, parts
 from refold.integrations.decoding import any_global_hook
+from refold.integrations.lean import Lean
 from refold.integrations.mixers import HOOKS
 from refold.ops.torch import private
 from refold.ops.torch.graphs import recorders
@@ -287,6 +288,10 @@ class Graphs:
         self.steps: dict[tuple[tuple[Hashable, Hashable], int], Step] = {}
         self.replayed = 0
         """Tokens per row that graphs have read."""
+        self.lean: Lean | str | None = None
+        """On the CPU: the lean model, or why there is none; None as long as nobody has asked."""
+        self.computed = 0
+        """Tokens per row that the lean model has read."""
         self.ordinary: Counter[str] = Counter()
         """Why calls of one token per row ran without a graph -> how many."""
         self.failed: dict[Hashable, str] = {}
@@ -298,6 +303,7 @@ class Graphs:
     def __str__(self) -> str:
         """Give a line per graph, and one per reason for calls without one."""
         lines = [f"  {self.replayed} tokens by a graph"] if self.replayed else []
+        lines += [f"  {self.computed} tokens by the lean model"] if self.computed else []
         for step in self.steps.values():
             room = f", room for {step.capacity} tokens" if step.capacity else ""
             lines.append(f"    graph of {len(step.inputs['input_ids'])} rows: {step.bytes / 2**20:.0f} MiB{room}")
@@ -306,14 +312,41 @@ class Graphs:
     def call(self, model: Any, ordinary: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run a call of the model, by a graph where `refusal` finds no reason against it."""
         ids = given.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1 or ids.device.type not in recorders:
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1 or not ids.numel():
             return self._without(model, ordinary, given)
+        if (kind := ids.device.type) not in recorders:
+            by_lean = kind == "cpu" and lean.known(model)
+            return self._lean(model, ordinary, given) if by_lean else self._without(model, ordinary, given)
         with self.lock:  # what one thread lends, another must not take while it is in use
             found = refusal(model, given) or self._changed(model) or self._token(model, ordinary, given)
         if not isinstance(found, str):
             return found
         self.ordinary[found] += 1
         return self._without(model, ordinary, given)
+
+    def _lean(self, model: Any, ordinary: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Run a call on the CPU by the lean model, where it may; its first token is computed by both."""
+        ids, by, reason = given["input_ids"], self.lean, refusal(model, given)
+        if reason is None:
+            held = next(given[name] for name in CACHES if given.get(name) is not None)
+            with self.lock:
+                reason = self._changed(model) or cache_refusal(model, held, ids) or lean.refusal(held)
+                if reason is None and given.get("attention_mask") is not None:
+                    reason = "attention_mask was given with one token, and no layer attends"
+                if reason is None and self.lean is None:
+                    self.lean = lean.of(model)
+                by = self.lean
+        if reason is not None or not isinstance(by, Lean):
+            self.ordinary[reason or str(by)] += 1
+            return ordinary(model, **given)
+        if by.result is not None:
+            self.computed += 1
+            return by.result(by.step_(ids, held), held)
+        found = by.step_(ids, copy.deepcopy(held))
+        result = ordinary(model, **given)
+        if (reason := by.compare(found, result, held)) is not None:
+            self.lean = reason
+        return result
 
     def _without(self, model: Any, ordinary: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run the ordinary call; no other thread may take the memory that it works on."""
@@ -344,7 +377,7 @@ class Graphs:
         """Drop all graphs and give their memory back."""
         while self.steps:
             self._drop(next(iter(self.steps)))
-        self.failed, self.snapshot, self.pool = {}, None, None
+        self.failed, self.snapshot, self.pool, self.lean = {}, None, None, None
 
     def _drop(self, key: tuple[tuple[Hashable, Hashable], int]) -> None:
         step = self.steps.pop(key)  # the memory belongs to the cache that holds it
@@ -443,6 +476,11 @@ def refusal(model: Any, given: Mapping[str, Any]) -> str | None:
             return f"{name} is on"
     if not given.get("use_cache", True) or given.get("return_dict") is False:
         return "use_cache or return_dict is off"
+    for name in ("output_hidden_states", "output_attentions"):
+        if given.get(name) is None and getattr(model.config, name, False):
+            return f"{name} is on in the configuration"
+    if given.get("return_dict") is None and getattr(model.config, "return_dict", True) is False:
+        return "return_dict is off in the configuration"
     held = [given[name] for name in CACHES if given.get(name) is not None]
     if len(held) != 1:
         return "no cache was given"

@@ -164,8 +164,8 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True,
         positions: Whether ``position_ids`` that start again begin a document. Their values must be read for that: one
             synchronisation per call of several tokens on a GPU, and a graph break under ``torch.compile``.
             ``cu_seq_lens_q`` and ``seq_idx`` are always used.
-        graphs: Whether a call that reads one token per row on a GPU may become a CUDA graph, as in ``generate``. The
-            summary says which graphs there are, and why calls ran without one.
+        graphs: Whether a call that reads one token per row, as in ``generate``, may become a CUDA graph on a GPU, or be
+            computed by a lean model on the CPU. The summary says how many were, and why others were not.
         group: Ranks that share every sequence: a process group, a 1-D device mesh or a `refold.parallel.Cut`. Each rank
             passes its own tokens, as `refold.parallel.shard` cuts them, to train. docs/scale.md has the rules.
 

@@ -144,6 +144,18 @@ def read_config(directory: Path) -> Config:
         CheckpointError: the file is missing or not JSON, the architecture is unknown, or a setting is not supported.
     """
     raw = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        raw = {**raw, **{k: v for k, v in read_json(generation).items() if k == "eos_token_id" and v is not None}}
+    return config_of(raw, directory)
+
+
+def config_of(raw: dict[str, Any], directory: Path) -> Config:
+    """Read the settings of a ``config.json``; errors name ``directory``.
+
+    Raises:
+        CheckpointError: the architecture is unknown, or a setting is not supported.
+    """
     kind = raw.get("model_type") or ("state-spaces" if "n_layer" in raw and "d_model" in raw else None)
     if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join(sorted(_READERS))
@@ -153,9 +165,6 @@ def read_config(directory: Path) -> Config:
         )
     if raw.get("quantization_config"):
         raise CheckpointError(f"{directory}: quantization_config is set; refold reads weights that are not quantised.")
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        raw = {**raw, **{k: v for k, v in read_json(generation).items() if k == "eos_token_id" and v is not None}}
     config = _READERS[kind](_Settings(raw, directory))
     for complaint in _impossible(config):
         raise CheckpointError(f"{directory / 'config.json'}: {complaint}.")
