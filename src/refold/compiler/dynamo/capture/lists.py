@@ -10,9 +10,11 @@ position that moves (``ys[t] = h``), if no step reads the list. Everything else 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.variables import ConstantVariable, ListVariable, SymNodeVariable, TupleVariable
 from torch._dynamo.variables.base import ValueMutationNew
 
@@ -43,12 +45,14 @@ class GrowingList:
         owner.as_python_constant = self._as_python_constant  # type: ignore[method-assign]
         owner.tp_iter_impl = self._refuse  # type: ignore[assignment]
         owner.mp_ass_subscript_impl = self._assign  # type: ignore[method-assign]
+        owner.sq_inplace_concat_impl = self._concatenate  # type: ignore[assignment]
+        owner.getitem_const = partial(_read, owner)  # type: ignore[method-assign]
 
     def restore(self) -> None:
         """Give the list its items back."""
         self.owner.items, self.owner.mutation_type = self.items, self.mutation
         del self.owner.call_method, self.owner.as_python_constant, self.owner.tp_iter_impl
-        del self.owner.mp_ass_subscript_impl
+        del self.owner.mp_ass_subscript_impl, self.owner.sq_inplace_concat_impl, self.owner.getitem_const
 
     @property
     def grown(self) -> bool:
@@ -129,6 +133,10 @@ class GrowingList:
         self.stored = *found, value
         return ConstantVariable.create(None)
 
+    def _concatenate(self, tx: Translator, items: Variable) -> Any:
+        self._call_method(tx, "extend", [items], {})
+        return self.owner
+
     def _as_python_constant(self) -> Any:
         # Dynamo asks of its own accord, for one, when it makes a function of a closure.
         raise NotImplementedError
@@ -150,10 +158,12 @@ class SequenceView(list[Any]):
         super().__init__(owner.items)
         self.owner, self.items, self.number, self.take = owner, owner.items, number, take
         owner.items = self
+        owner.getitem_const = partial(_read, owner)
 
     def restore(self) -> None:
         """Give the list its items back."""
         self.owner.items = self.items
+        del self.owner.getitem_const
 
     def __getitem__(self, at: Any) -> Any:
         found = self.number.affine(at) if isinstance(at, torch.SymInt) else None
@@ -164,6 +174,17 @@ class SequenceView(list[Any]):
         picked = [self.items[k] for k in range(first, high if every > 0 else low - 1, every)]
         element = sequence(picked) if len(picked) > 1 else None
         return self.take(element) if isinstance(element, Items) else super().__getitem__(at)
+
+
+def _read(owner: Variable, tx: Translator, key: Variable) -> Any:
+    """Read an item; a position that moves stays one, which Dynamo since torch 2.15 makes a number first."""
+    key = realized(key)
+    if not isinstance(key, SymNodeVariable):
+        return type(owner).getitem_const(owner, tx, key)
+    try:
+        return owner.items[key.sym_num]
+    except IndexError:
+        raise_observed_exception(IndexError, tx, args=["list index out of range"])
 
 
 def _within(at: torch.SymInt, first: int, length: int) -> tuple[int, int]:

@@ -184,7 +184,9 @@ def _names(x: Variable) -> list[Any] | None:
 
 def _is_dict(x: Variable) -> bool:
     """Tell whether a variable is a plain dictionary with constants for keys."""
-    return type(x) is ConstDictVariable and x.user_cls is dict and all(key.vt.is_python_constant() for key in x.items)
+    return (
+        type(x) is ConstDictVariable and x.python_type() is dict and all(key.vt.is_python_constant() for key in x.items)
+    )
 
 
 def _fields(x: Variable) -> list[str] | None:
