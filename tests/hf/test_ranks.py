@@ -23,7 +23,7 @@ from refold.errors import ArgumentError, RefoldError
 from refold.integrations import documents, mixers, ranks
 from refold.ops.torch import cuts
 from refold.parallel import Cut, shard
-from support.families import NAMES, VOCAB, cache_name, make
+from support.families import NAMES, cache_name, ids, make, qwen
 from support.ranks import on_ranks
 
 BOUND = 1e-6
@@ -33,30 +33,6 @@ POSITIONS = torch.cat([torch.arange(n) for n in OFFSETS.diff()])[None]
 INDEX = torch.repeat_interleave(torch.arange(4), OFFSETS.diff())[None]
 UNEVEN = (11, 3, 9)
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train_over_ranks.py")
-
-
-def ids(rows=1, tokens=23):
-    return torch.randint(1, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
-
-
-def qwen():
-    """Return a Qwen3.5 model: gated delta rule and gated attention."""
-    torch.manual_seed(0)
-    heads = {
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 6,
-    }
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    return t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(vocab_size=VOCAB, **heads, **sizes, **kinds))
 
 
 class Own(t.models.granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridAttention):

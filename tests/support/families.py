@@ -72,3 +72,28 @@ def cache_name(module):
     """Return the name under which a model, block or layer takes its cache, and a model's output holds it."""
     names = inspect.signature(module.forward).parameters
     return next(name for name in ("cache", "cache_params", "past_key_values") if name in names)
+
+
+def ids(rows=1, tokens=23):
+    """Return tokens, ``(rows, tokens)``."""
+    return torch.randint(1, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def qwen():
+    """Return a Qwen3.5 model: gated delta rule and gated attention."""
+    torch.manual_seed(0)
+    heads = {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    }
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    return t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(vocab_size=VOCAB, **heads, **sizes, **kinds))

@@ -199,7 +199,7 @@ def _mamba2(self: Any) -> _Sizes | None:
         return None
     normed = getattr(self, "mamba_rms_norm", True)
     if normed:
-        options = mixers._norm_options(self.norm)
+        options = mixers.norm_options(self.norm)
         if options is None or options["norm_before_gate"]:
             return None
         group = options["group_size"]
@@ -296,6 +296,6 @@ def _mamba2_scan_(
     )  # fmt: skip
     if not getattr(self, "mamba_rms_norm", True):
         return y.flatten(-2), None, 0.0, None
-    options = mixers._norm_options(self.norm)
+    options = mixers.norm_options(self.norm)
     assert options is not None
     return y.flatten(-2), self.norm.weight, options["eps"], options["group_size"]

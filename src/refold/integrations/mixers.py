@@ -219,11 +219,11 @@ def _rates(A_log: Tensor) -> Tensor:
 
 def _gated_norm(norm: Any, y: Tensor, z: Tensor) -> Tensor:
     """Return ``norm(y, z)``, in one operator where the norm is one of transformers' own, as it was made."""
-    options = _norm_options(norm)
+    options = norm_options(norm)
     return norm(y, z) if options is None else ops.gated_rmsnorm(y, z, norm.weight, **options)
 
 
-def _norm_options(norm: Any) -> dict[str, Any] | None:
+def norm_options(norm: Any) -> dict[str, Any] | None:
     """Return the options with which `ops.gated_rmsnorm` is this norm; None if the norm must be called."""
     kind = type(norm)
     if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNormGated")):

@@ -40,7 +40,7 @@ def quiet(x: Tensor) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Whether `norm` knows what a module computes."""
     names = {name for name in vars(module) if name != "training" and not name.startswith("_")}
-    options = _norm_options(original(module))
+    options = norm_options(original(module))
     return options is not None and names == {options[0]}  # private names are transformers' marks
 
 
@@ -48,7 +48,7 @@ def norm(self: Any, hidden_states: Tensor) -> Tensor:
     """Forward of an RMS norm: one launch where it can be, else that of its class."""
     x, weight, kind = hidden_states, self.weight, original(self)
     fused = kernels(x) if quiet(x) else None
-    options = None if fused is None else _norm_options(kind)
+    options = None if fused is None else norm_options(kind)
     plain = type(weight) in (nn.Parameter, Tensor) and weight.device == x.device and weight.shape == x.shape[-1:]
     if options is None or not plain or x.dtype != weight.dtype or x.dtype not in DTYPES or x.numel() == 0:
         own: Tensor = kind.forward(self, hidden_states)
@@ -61,7 +61,7 @@ def norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 @cache
-def _norm_options(kind: Any) -> tuple[str, float] | None:
+def norm_options(kind: Any) -> tuple[str, float] | None:
     """Give the name of eps in an RMS norm of transformers and what is added to its weight; None of any other class.
 
     The class is tried on numbers, since two formulas have the same name: ``weight`` or ``1 + weight`` times the norm.

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from refold.errors import ArgumentError, RefoldError, warn
-from refold.integrations import attention, decoding, mixers, parts, ranks
+from refold.integrations import attention, decoding, heads, mixers, parts, ranks
 from refold.integrations.documents import current, reading, shared, watch
 from refold.integrations.graphs import Graphs, graphs_of
 from refold.parallel import Cut
@@ -137,6 +137,14 @@ class Acceleration:
                 f"than {tolerance:.0e}: {worst}. Train without group until the layer that causes it is found."
             )
         return found
+
+    def heads_plan(self) -> dict[str, Any]:
+        """Return a plan for ``torch.distributed.tensor.parallel.parallelize_module``: each rank computes some heads.
+
+        Recurrent layers of Mamba-2 and Qwen3.5 are cut, and attention and MLPs whose projections divide. Every rank has
+        all tokens and computes the rest. docs/scale.md says what becomes of parameters and gradients.
+        """
+        return heads.heads_plan(self.model, self.replaced)
 
     def __str__(self) -> str:
         """Return one line per kind of layer that was replaced, and one per reason for layers that were not."""

@@ -1,0 +1,103 @@
+"""Models whose heads are cut over ranks by ``parallelize_module``: logits and gradients equal those of one device."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import refold
+from refold.errors import ArgumentError
+from refold.integrations import heads
+from support.families import ids, make, qwen
+from support.ranks import on_ranks
+
+BOUND = 1e-6
+"""Norms and heads of transformers round to float32."""
+NAMES = "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h", "zamba2"
+
+
+def models():
+    """Yield models: of each family, and with one group that every rank reads."""
+    for name in NAMES:
+        yield name, make(name)
+    yield "one group", make("mamba2", n_groups=1)
+    yield "biases", make("mamba2", use_bias=True, n_groups=1)
+
+
+def local(a):
+    return a.to_local() if isinstance(a, DTensor) else a
+
+
+def gradients(model):
+    """Return logits and gradients of the parameters that are trained."""
+    logits = model(input_ids=ids(2)).logits
+    F.cross_entropy(logits.double().flatten(0, 1), ids(2).flatten()).backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(model, mesh):
+    """Return what differs from one device; a model that holds its gradients is cut to see those of this rank."""
+    one = model.double().train()
+    many, wanted = copy.deepcopy(one), copy.deepcopy(one)
+    refold.accelerate(one)
+    y, found = gradients(one)
+    for name, p in wanted.named_parameters():
+        p.data = torch.zeros_like(p) if name not in found else found[name]
+    for cut in (many, wanted):
+        parallelize_module(cut, mesh, refold.accelerate(cut).heads_plan())
+    y_many, found = gradients(many)
+    wrong = [] if torch.allclose(y_many, y, rtol=0, atol=BOUND * float(y.abs().max())) else ["logits"]
+    least = 1e-3 * max(float(g.abs().max()) for g in found.values())
+    for name, w in wanted.named_parameters():
+        if name in found:
+            w, g = local(w.detach()), local(found[name])
+            error = float((g - w).abs().max() / w.abs().max().clamp(min=least))
+            wrong += [] if error <= BOUND else [f"{name} {error:.1e}"]
+    whole = sum(p.numel() for p in one.parameters())
+    return wrong + ([] if sum(local(p).numel() for p in many.parameters()) < whole else ["nothing is cut"])
+
+
+def work(rank, size):
+    found = {}
+    for count in (2, 3):
+        group = dist.new_group(list(range(count)))
+        if rank < count:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            found |= {f"{name}, {count}": compare(model, mesh) for name, model in models()}
+            if count == 2:
+                found["qwen3_5, 2"] = compare(qwen(), mesh)
+                planted = {
+                    "groups": (heads._SumRows, "backward", staticmethod(lambda ctx, g: (g, None))),
+                    "norm": (heads._Norm, "forward", lambda self, x, z: x),
+                }
+                for bug, (owner, name, wrong) in planted.items():
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(owner, name, wrong)
+                        found[f"planted {bug}"] = len(compare(make("mamba2", n_groups=1), mesh))
+                with pytest.raises(ArgumentError, match=r"only those of Mamba-2 and Qwen3\.5 layers"):
+                    compare(make("mamba"), mesh)
+            else:
+                with pytest.raises(ArgumentError, match="4 heads do not divide over 3 ranks"):
+                    compare(qwen(), mesh)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return on_ranks(3, work, tmp_path_factory.mktemp("heads"))
+
+
+def test_equals_one_device(results):
+    wrong = {f"{case}, rank {rank}": lines for rank, found in results.items() for case, lines in found.items()}
+    assert {case: lines for case, lines in wrong.items() if "planted" not in case and lines} == {}
+
+
+def test_bugs_are_seen(results):
+    planted = [{case: n for case, n in results[rank].items() if "planted" in case} for rank in (0, 1)]
+    assert len(planted[0]) == 2
+    assert all(n for found in planted for n in found.values())
