@@ -2,18 +2,24 @@
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Results are JSON lines in
 ``benchmarks/results/MACHINE/SUITE.jsonl``, which ``refold bench store`` writes; the tables quote nothing else. Below
-each table stands where its rows come from.
+each table stands where its rows come from, and how many of them are older than the code that they measure: ``--check``
+does not ask for that mark, since each commit may change it.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
-from refold.bench.plots import GPU, device, granite_rows, standing
-from refold.bench.rows import Row, machine, measured, place, rounded, stored
+from refold.bench.plots import GPU, device, granite_rows, published_rows, standing
+from refold.bench.published import COUNTED
+from refold.bench.published import RESULTS as RESULTS_PUBLISHED
+from refold.bench.rows import LIMITS, Row, by_program, machine, measured, place, rounded, stored
+from refold.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -24,9 +30,6 @@ AMD = "amd-epyc-2-threads"
 AIMS: dict[str, float | int] = {
     "2.7B decode batch 1": 1.9, "2.7B decode batch 16": 2.9, "130M decode batch 1": 0.45, "2.7B prefill 8192": 55,
 }  # fmt: skip
-
-# Times of a row that are not those of a program that does the same.
-LIMITS = ("copy", "graph", "refold, both", "mamba-ssm, both")
 
 Columns = dict[str, Callable[[Row], str]]
 
@@ -57,7 +60,45 @@ def origin(rows: list[Row]) -> str:
     ]
     files = dict.fromkeys(place(RESULTS, machine(row), row["suite"]).relative_to(ROOT).as_posix() for row in rows)
     kept = [part for part in parts if part and part != "revisions "]
-    return f"<small>{'; '.join(kept)}. Rows: {', '.join(f'`{file}`' for file in files)}.</small>"
+    return f"<small>{'; '.join(kept)}. Rows: {', '.join(f'`{file}`' for file in files)}.{older(rows)}</small>"
+
+
+def older(rows: list[Row]) -> str:
+    """Return how many of the rows are older than the code that they measure; nothing if none is, or without git."""
+    when = [changed for row in rows if (changed := changed_after(*_code(row)))]
+    if not when:
+        return ""
+    return f" **{len(when)} of {len(rows)} rows are older than the code that they measure, changed on {max(when)}.**"
+
+
+MARK = re.compile(r" \*\*\d+ of \d+ rows are older than [^<*]*\*\*")
+
+
+def _code(row: Row) -> tuple[str, str, tuple[str, ...]]:
+    """Return the revision and the date of a row, and the folders that hold the code that it measures."""
+    rooms = SUITES[row["suite"]].measures or (f"ops/{row['op'].rstrip('_')}",)
+    folders = tuple(f"src/refold/{room}" for room in rooms)
+    return row["env"].get("revision", "unknown").removesuffix("-dirty"), row.get("date", ""), folders
+
+
+@cache
+def changed_after(revision: str, date: str, folders: tuple[str, ...]) -> str:
+    """Return the day of the last change of folders after a revision, or after a day if it is unknown; else nothing."""
+    try:
+        if revision != "unknown":
+            return git("log", "-1", "--format=%cs", f"{revision}..HEAD", "--", *folders)
+    except subprocess.CalledProcessError:
+        pass  # the revision of another history
+    try:
+        last = git("log", "-1", "--format=%cs", "--", *folders)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return last if last > date else ""
+
+
+def git(*arguments: str) -> str:
+    """Return what git says of the repository."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _framework(row: Row) -> str | None:
@@ -81,7 +122,7 @@ def time(*names: str, shown: tuple[str, ...] = ()) -> Callable[[Row], str]:
 
     def cell(row: Row) -> str:
         reasons = row["not_run"] if isinstance(row.get("not_run"), dict) else {}
-        known = {**_times(row), **reasons}
+        known = {**by_program(row), **reasons}
         name = next((name for name in names if name in known), "")
         value = known.get(name)
         programs = shown or known.keys() - set(LIMITS)
@@ -90,17 +131,6 @@ def time(*names: str, shown: tuple[str, ...] = ()) -> Callable[[Row], str]:
         return f"**{_ms(value)}**" if fastest else _ms(value)
 
     return cell
-
-
-def _times(row: Row) -> dict[str, float | str]:
-    """Return the times of a row in milliseconds, by program."""
-    for field in ("times_ms", "median_ms"):
-        if isinstance(row.get(field), dict):
-            return row[field]
-    names = {"median_ms": "refold", "both_ms": "refold, both", "mamba_ssm_ms": "mamba-ssm",
-             "mamba_ssm_both_ms": "mamba-ssm, both", "fused_ms": "fused", "copy_ms": "copy",
-             "graph_ms": "graph"}  # fmt: skip
-    return {name: row[field] for field, name in names.items() if row.get(field) is not None}
 
 
 def _ms(value: float | str | None) -> str:
@@ -177,8 +207,9 @@ def ssd(suite: str) -> Callable[[], str]:
 
         return cell
 
-    return lambda: table(stored(RESULTS, GPU, suite), {
+    return lambda: table([row for folder in _machines() for row in stored(RESULTS, folder, suite)], {
         "batch x tokens x heads, channels x states": key("case"),
+        "card": lambda row: device(row).removeprefix("NVIDIA ").partition(" 80GB")[0],
         "refold": time("refold"),
         "mamba-ssm": time("mamba-ssm"),
         "published fused kernel": time("fused"),
@@ -187,6 +218,70 @@ def ssd(suite: str) -> Callable[[], str]:
         "within 0.1 %": of("within_1e-3"),
         "within 1 %": of("within_1e-2"),
     })  # fmt: skip
+
+
+def published(result: str) -> Callable[[], str]:
+    """Return what makes the table of a published result: its program, ours, the ratio and errors against float64."""
+
+    def named(name: str) -> Callable[[Row], str]:
+        return lambda row: time(row[name])(row)
+
+    def fastest(row: Row) -> str:
+        others = {name: ms for name, ms in row["times_ms"].items() if name not in (row["ours"], *LIMITS)}
+        if not others:
+            return "-"
+        name = min(others, key=lambda name: others[name])
+        return f"{name.replace('_', '-')}, {_ms(others[name])}: {row['of_fastest']:.2f}x"
+
+    def error(row: Row) -> str:
+        names = {row["ours"]: "refold", row["rival"]: "published"}
+        found = {names.get(name, ""): value for name, value in row["errors"].items()}
+        return ", ".join(f"{found[name]:.1e}" if name in found else "-" for name in ("refold", "published"))
+
+    return lambda: table([row for row in published_rows(RESULTS) if row["result"] == result], {
+        "what": lambda row: f"{row['case']}, {row['dtype']}" + (f", batch {row['batch']}" if "batch" in row else ""),
+        "device": device,
+        "eager": time("eager"),
+        "published program": lambda row: f"{row['rival'].replace('_', '-')}: {named('rival')(row)}",
+        "refold": named("ours"),
+        "published / refold": lambda row: f"**{row['ratio']:.2f}x**" if row["ratio"] else "-",
+        "the fastest other, over refold": fastest,
+        "errors: refold, published": error,
+        "longest kernel of the published": lambda row: f"`{(row.get('longest') or {}).get(row['rival'], '-')[:48]}`",
+    }) + not_run([row for row in published_rows(RESULTS) if row["result"] == result])  # fmt: skip
+
+
+def not_run(rows: list[Row]) -> str:
+    """Return a line that says which programs did not run, and why."""
+    reasons = {f"{name.replace('_', '-')} on {device(row)}: {why.removeprefix('not run: ')}"
+               for row in rows for name, why in row["not_run"].items()}  # fmt: skip
+    return f"\n\nNot run: {'; '.join(sorted(reasons))}." if reasons else ""
+
+
+def published_counts() -> str:
+    """Return the table of what published results count: launches, equal tokens, shares of elements."""
+    rows = [row for folder in _machines() for row in stored(RESULTS, folder, "published") if "counts" in row]
+
+    def count(*names: str) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            found = [row["counts"][name] for name in names if name in row["counts"]]
+            return "-" if not found else f"{100 * found[0]:.2f} %" if isinstance(found[0], float) else f"{found[0]:,}"
+
+        return cell
+
+    return table(rows, {
+        "what": lambda row: f"{row['case']}, {row['dtype']}" + (f", batch {row['batch']}" if "batch" in row else ""),
+        "device": device,
+        "counted": key("what"),
+        "eager": count("eager"),
+        "published program": count("published CUDA", "published rewrite", "mamba2-jax", "fused"),
+        "mamba-ssm": count("mamba_ssm"),
+        "refold": count("refold"),
+    })  # fmt: skip
+
+
+def _machines() -> list[str]:
+    return sorted(path.name for path in RESULTS.iterdir() if path.is_dir() and path.name != "numerics")
 
 
 def pointwise() -> str:
@@ -456,6 +551,9 @@ def _cpus() -> list[str]:
 TABLES: dict[str, Callable[[], str]] = {
     "granite_layer": granite_layer, "granite_programs": granite_programs, "ssd": ssd("ssd"),
     "ssd_sizes": ssd("ssd-sizes"),
+    **{f"published_{result.split()[0].lower()}_{result.split()[1].lower()}": published(result)
+       for result in RESULTS_PUBLISHED if result != COUNTED},
+    "published_counts": published_counts,
     "pointwise": pointwise, "training": training, "linear_attention": linear_attention,
     "chunked_scan": chunked_scan, "kernelbench": kernelbench,
     "recurrences": recurrences(CPU), "recurrences_amd": recurrences(AMD),
@@ -481,7 +579,8 @@ def main() -> None:
     stale = []
     for path in PAGES:
         text = path.read_text()
-        if (fresh := render(text)) != text:
+        fresh = render(text)
+        if MARK.sub("", fresh) != MARK.sub("", text) or ("--check" not in sys.argv and fresh != text):
             stale.append(path.relative_to(ROOT).as_posix())
             if "--check" not in sys.argv:
                 path.write_text(fresh)

@@ -25,6 +25,7 @@ from refold.bench import (
     operators_gpu,
     peers,
     progress,
+    published,
     rows,
     suites,
     training,
@@ -140,6 +141,39 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     again = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
     assert f"nothing to measure: {out} has all of it" in again.stderr
     assert again.exit_code == 0
+
+
+def test_published_results_stand_next_to_their_own_code_or_a_reason(toy, tmp_path, monkeypatch):
+    def suite(*, checkout: str = "", device: str = "cuda"):
+        """Time nothing."""
+        row = {"case": device, "errors": {"refold": 1e-7}, "launches": {"eager": 900, "refold": 2}}
+        yield row | {"times_ms": {"eager": 9.0, "refold": 2.0, "copy": 0.1, **({"theirs": 3.0} if checkout else {})}}
+
+    part = published.Part("fused scan", "cpu", {"device": "cpu"}, "theirs", peer="mamba2-jax")
+    monkeypatch.setattr(published, "PARTS", {"cpu": (part,)})
+    monkeypatch.setattr(suites.Suite, "load", lambda self: published.published if self.name == "published" else suite)
+    out = tmp_path / "rows.jsonl"
+    assert run("run", "published", "--cpu", "--set", f"peers={tmp_path}", "--out", str(out)).exit_code == 0
+    (alone, counts) = rows.read(out)
+    assert (alone["ratio"], alone["of_fastest"]) == (None, 4.5)
+    assert alone["not_run"]["theirs"] == "not run: no checkout of it (mamba2-jax) was given"
+    assert (counts["result"], counts["counts"]["eager"]) == ("correctness and traces", 900)
+    assert len({rows.identity(row) for row in (alone, counts)}) == 2
+    (tmp_path / "mamba2-jax").mkdir()
+    (alone, _) = published.published(device="cpu", peers=str(tmp_path))
+    assert (alone["ratio"], alone["of_fastest"], alone["not_run"]) == (1.5, 1.5, {})
+    assert "nothing to measure" in run("run", "published", "--cpu", "--out", str(out), "--resume").stderr
+
+
+@pytest.mark.parametrize("part", [part for parts in published.PARTS.values() for part in parts])
+def test_parts_of_published_results_name_options_of_their_suites(part):
+    suite, options = suites.find(part.suite), dict(part.options)
+    assert part.result in published.RESULTS
+    if part.peer is not None:
+        options[published.PEERS[part.peer]] = ""
+    known = suite.options()
+    assert options.keys() <= known.keys()
+    assert all(type(value) is type(known[name]) for name, value in options.items() if name != "batch")
 
 
 def test_a_limit_of_time_leaves_measurements_to_the_next_run(toy, tmp_path):
@@ -586,6 +620,7 @@ def test_a_checkout_is_imported_next_to_the_package_of_its_name(tmp_path, monkey
         (tmp_path / folder / "twice_here" / "__init__.py").write_text("from twice_here.inner import value\n")
         (tmp_path / folder / "twice_here" / "inner.py").write_text(f"value = {value}\ndef fn():\n    return value\n")
     monkeypatch.syspath_prepend(tmp_path / "installed")
+    (tmp_path / "checkout" / "twice_here" / "__init__.py").write_text("import an_extension_that_was_not_built\n")
     import twice_here
 
     fn = from_checkout(str(tmp_path / "checkout"), "twice_here.inner", "fn")

@@ -51,6 +51,7 @@ def run(
         float, typer.Option(help="Begin no measurement after so many seconds.", show_default="none")
     ] = math.inf,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Use no GPU: --set device=cpu.")] = False,
 ) -> None:
     """Run suites, and print one line per measurement.
 
@@ -64,7 +65,9 @@ def run(
     ends = time.monotonic() + limit
     chosen = [
         (suite, suite.settings(texts), shlex.join(["refold", "bench", "run", suite.name, *_sets(texts)]))
-        for suite, texts in choose(suites, dict(_pair(text) for text in given or []))
+        for suite, texts in choose(
+            suites, dict(_pair(text) for text in [*(given or []), *(["device=cpu"] if cpu else [])])
+        )
     ]
     for suite, options, _ in chosen:
         suite.check_device(options)

@@ -2,10 +2,16 @@
 
 Default sizes are the published ones: 8 layers, width 1024, 32 states, 512 tokens, a vocabulary of 16384. A row has
 interleaved times, peak memory beyond the weights, and the difference of the logits. float32 runs without TF32.
+
+With ``checkout``, a folder of the published code (github.com/TimoSaemann/mamba-llm-fused-kernel), the model is its own
+baseline, which has 1024 channels, and its own CUDA program runs next to it with the same weights. ``errors`` are
+against the model in float64; ``launches`` counts what each program launches in a call, and ``longest`` is the longest
+of these.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +21,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import refold
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DeviceError
 from ..verify import race
 from ..verify.memory import peak_bytes
+from ..verify.profile import longest, profiling, take
 from ..verify.timing import median_ms
 from .options import DTYPES, VERIFY, check_names
 from .progress import wanted
@@ -63,30 +71,85 @@ def fusion_example(
     seconds: float = 10.0,
     inductor: bool = False,
     verify: str = "quick",
+    checkout: str = "",
 ) -> Iterator[Row]:
     """Time the published kernel-fusion example: eager, refold, and with inductor=true (minutes) torch.compile."""
     check_names("fusion-example: dtype", dtype, DTYPES)
     check_names("fusion-example: verify", [verify], VERIFY)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    module = source(file)
+    module = source(f"{checkout}/mamba_baseline.py" if checkout else file)
     sizes = {"layers": layers, "width": width, "state": state, "vocabulary": VOCABULARY}
+    made = sizes if not checkout else {"num_layers": layers, "d_model": width, "d_state": state}
+    what = "published code" if checkout else Path(file).stem
     options = {"strict": True, "verify": verify, "accept": "always" if verify == "off" else "faster"}
     for name in dtype:
         for rows in batch:
-            if not wanted(case=Path(file).stem, layers=layers, dtype=name, batch=rows):
+            if not wanted(case=what, layers=layers, dtype=name, batch=rows):
                 continue
             at = torch.device(device)
             torch.manual_seed(0)
-            model = module.Model(**sizes).to(at, getattr(torch, name)).eval()
-            (ids,) = (x.to(at) for x in module.get_inputs(rows, tokens, VOCABULARY))
+            model = module.Model(**made).to(at, getattr(torch, name)).eval()
+            ids = torch.randint(0, VOCABULARY, (rows, tokens)).to(at)
             torch.compiler.reset()
             programs: dict[str, Callable[..., Any]] = {
                 "eager": model,
                 "refold": refold.compile(model, **dict[str, Any](options)),
                 **({"torch.compile": torch.compile(model)} if inductor else {}),
             }
-            given = {"case": Path(file).stem, **sizes, "tokens": tokens, "dtype": name, "batch": rows}
-            yield given | measure({key: partial(program, ids) for key, program in programs.items()}, at, seconds)
+            given: Row = {"case": what, **sizes, "tokens": tokens, "dtype": name, "batch": rows}
+            with torch.device(at):  # where the published code makes its norms in each call
+                if checkout:
+                    given |= {"not_run": {}}
+                    try:
+                        programs |= {"published CUDA": published(checkout, model, made, at)}
+                    except Exception as error:  # no device, no compiler, other versions: the others run
+                        given["not_run"]["published CUDA"] = (
+                            f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                        )
+                runs: dict[str, Callable[[], Any]] = {k: partial(program, ids) for k, program in programs.items()}
+                given |= measure(runs, at, seconds)
+                yield given | compared(runs, model, ids)
+
+
+def published(checkout: str, model: Any, sizes: dict[str, int], device: torch.device) -> Any:
+    """Build the published CUDA program, with the weights of the published baseline."""
+    if device.type != "cuda":
+        raise DeviceError("it is written in CUDA, and this run has no GPU")
+    program = source(f"{checkout}/mamba_cuda.py").Model(**sizes, dtype=next(model.parameters()).dtype).to(device).eval()
+    weights = model.state_dict()
+    for name in list(weights):
+        if name.endswith("s_dt.weight"):  # its three projections are one
+            weights[name.replace("s_dt", "s_BCD")] = torch.cat(
+                [weights.pop(name.replace("s_dt", part)) for part in ("s_dt", "s_B", "s_C")]
+            )
+    program.load_state_dict(weights)
+    return program
+
+
+class _Wide(TorchFunctionMode):
+    """Code that says ``float()`` makes float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].double() if function is torch.Tensor.float else function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def compared(runs: dict[str, Callable[[], torch.Tensor]], model: torch.nn.Module, ids: torch.Tensor) -> Row:
+    """Compare programs with the model in float64, and list what they launch."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Wide():
+            exact = copy.deepcopy(model).double()(ids)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    errors = {name: float((run().double() - exact).norm() / exact.norm()) for name, run in runs.items()}
+    with profiling():
+        kernels = {name: take(name, run, ids.device) for name, run in runs.items()}
+    return {
+        "errors": errors,
+        "launches": {name: sum(one["count"] for one in found) for name, found in kernels.items()},
+        "longest": {name: longest(found) for name, found in kernels.items()},
+    }
 
 
 @torch.no_grad()

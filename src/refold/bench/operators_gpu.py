@@ -19,6 +19,7 @@ A case is refused if its error against a float64 scan of a slice of it is above 
   gradients alone; ``both_ms`` of results and gradients; ``extra_gib``, the memory of a call of both beyond its
   arguments and the gradient of y. For ssd, also the same of mamba-ssm's kernels. ``bytes`` are those of arguments, the
   gradient of y, and gradients.
+- ``longest`` (of calls that are graded): the kernel in which another package's call spends most time.
 - ``accuracy`` (of calls that are graded): of each kernel, the relative L2 error against float64 on that slice, and the
   shares of elements that are within 1e-3 and 1e-2 of the root mean square of the result.
 - ``fused_ms``: the published fused kernel in float16 with chunks of 128, if ``--set fused=FOLDER`` names its checkout.
@@ -42,6 +43,7 @@ from ..errors import DeviceError
 from ..ops.arrays import meta_of
 from ..ops.spec import Meta, OpSpec, load
 from ..ops.timed import Timed, operator_suites
+from ..verify.profile import longest, profiling, take
 from .progress import wanted
 from .rows import Row
 
@@ -208,17 +210,22 @@ def measure(case: Case, copy_rate: float) -> Row:
     }
 
 
+ABSENT = {"mamba_ssm": "it cannot be imported, or has no such function", "fused": "no checkout was given"}
+
+
 def rivals(case: Case) -> Row:
     """Return the times of other packages' kernels, and how near all results are to float64 if the call is graded."""
     row: Row = {"accuracy": {"refold": case.accuracy(case.run)}} if case.graded else {}
     for name, run in (("mamba_ssm", case.peer), ("fused", case.fused)):
-        row[f"{name}_ms"] = "not run"
         if run is None:
+            row[f"{name}_ms"] = f"not run: {ABSENT[name]}"
             continue
         try:
             row[f"{name}_ms"] = statistics.median(time_ms(run, 9))
             if case.graded:
                 row["accuracy"][name] = case.accuracy(run)
+                with profiling():
+                    row.setdefault("longest", {})[name] = longest(take(name, run, torch.device("cuda")))
         except Exception as error:  # whatever another package raises; the run goes on
             row[f"{name}_ms"] = f"not run: {type(error).__name__}: {str(error)[:200]}"
     return row

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ArgumentError, MissingDependency
 from ..ops.spec import load
+from .published import RESULTS
 from .rows import Row, measured, rounded, stored
 
 OURS, PEER, EAGER, INK, SOFT = "#b8324a", "#6d7a91", "#2b2d42", "#1d2026", "#8a909c"
@@ -29,6 +30,8 @@ STYLE: Any = {
     "lines.markersize": 5, "svg.fonttype": "none", "figure.facecolor": "white", "savefig.dpi": 160,
 }  # fmt: skip
 GPU = "nvidia-h200"
+# Where a reader prefers dark pages: each colour of the figures, and what is drawn in its place.
+DARK = {"#ffffff": "#15171c", INK: "#e6e8ee", EAGER: "#c3c8dc", PEER: "#95a3bd", OURS: "#f0728a", "#e3e6eb": "#343842"}
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,46 @@ def draw_roofline(plt: Any, rows: list[Row]) -> Any:
 
 
 # Layers and models ------------------------------------------------------------------------------
+
+
+def published_rows(results: Path) -> list[Row]:
+    """Return the rows of published results that compare times, in the order of the results; GPUs before CPUs."""
+    folders = sorted(
+        (path.name for path in results.iterdir() if path.is_dir()), key=lambda name: (name[0] != "n", name)
+    )
+    rows = [row for folder in folders for row in stored(results, folder, "published") if row.get("times_ms")]
+    place = list(RESULTS)
+    return sorted(rows, key=lambda row: place.index(row["result"]))
+
+
+def draw_published(plt: Any, rows: list[Row]) -> Any:
+    """Draw the times of each comparison: eager or Inductor where they ran, the published program, and refold."""
+    figure, panel = plt.subplots(figsize=(9, 1.2 + 0.3 * len(rows)))
+    kinds = {"eager": ("eager", EAGER, "s"), "published": ("the published program", PEER, "o"),
+             "ours": ("refold", OURS, "o")}  # fmt: skip
+    for i, row in enumerate(rows):
+        times = {"eager": row["times_ms"].get("eager"), "published": row["times_ms"].get(row["rival"]),
+                 "ours": row["times_ms"].get(row["ours"])}  # fmt: skip
+        known = [ms for ms in times.values() if ms]
+        panel.plot([min(known), max(known)], [i, i], color="#e3e6eb", linewidth=4, zorder=1)
+        for kind, ms in times.items():
+            if ms:
+                panel.plot([ms], [i], kinds[kind][2], color=kinds[kind][1], label=kinds[kind][0], zorder=2)
+        ratio = f"{row['ratio']:.2g}x" if row["ratio"] else "published program not run"
+        panel.annotate(ratio, (max(known), i), xytext=(8, 0), textcoords="offset points", va="center", fontsize=7)
+    _logarithmic(panel, "ms (logarithmic); the number is the published program's time over refold's")
+    panel.set_xlim(right=panel.get_xlim()[1] * 3)
+    names = [f"{row['result']}: {row['case']}, {row['dtype']}\n{_short(row)}" for row in rows]
+    panel.set_yticks(range(len(rows)), names, fontsize=7)
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.tick_params(axis="y", length=0)
+    found = dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    panel.legend(found.values(), found.keys(), fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+    return figure
+
+
+def _short(row: Row) -> str:
+    return f"batch {row['batch']}, {device(row)}" if "batch" in row else device(row)
 
 
 def granite_rows(results: Path) -> list[Row]:
@@ -476,6 +519,7 @@ def _name_lines(panel: Any, names: Sequence[str]) -> None:
 
 
 PLOTS = {
+    "published": Plot("Published results next to refold, by their own code.", published_rows, draw_published),
     "operators": Plot(
         "The scans next to mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
     ),
@@ -508,6 +552,15 @@ def stale(results: Path, out: Path) -> list[str]:
     return found
 
 
+def _themed(svg: str) -> str:
+    """Return a figure whose colours follow the reader's preference for light or dark pages."""
+    rules = "".join(
+        f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
+        for light, dark in DARK.items() for kind in ("fill", "stroke")
+    )  # fmt: skip
+    return svg.replace("</style>", f"@media (prefers-color-scheme: dark){{{rules}}}</style>", 1)
+
+
 def draw(name: str, results: Path, out: Path, png: bool = False) -> list[Path]:
     """Draw a figure as SVG, and as PNG if asked for; return the files, none if there are no rows.
 
@@ -533,7 +586,7 @@ def draw(name: str, results: Path, out: Path, png: bool = False) -> list[Path]:
         path = out / f"{name}.svg"
         # The bytes depend on nothing but what was drawn.
         figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
-        path.write_text(path.read_text() + stamp(rows))
+        path.write_text(_themed(path.read_text()) + stamp(rows))
         if png:
             figure.savefig(path.with_suffix(".png"), bbox_inches="tight")
         plt.close(figure)

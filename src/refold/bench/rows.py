@@ -22,7 +22,9 @@ _ADVICE = "Give a file that `refold bench run --out` wrote"
 _PACKAGES = ("torch", "triton", "numba", "jax", "transformers", "mamba-ssm")
 # What says which measurement a row is.
 _IDENTITY = ("suite", "op", "pass", "backend", "example", "case", "transformers", "dtype", "batch", "tokens", "steps",
-             "layers", "width", "heads", "channels")  # fmt: skip
+             "layers", "width", "heads", "channels", "result")  # fmt: skip
+# Times of a row that are not those of a program that does the same.
+LIMITS = ("copy", "graph", "refold, both", "mamba-ssm, both")
 
 
 def environment() -> dict[str, Any]:
@@ -156,6 +158,17 @@ def times_ms(row: Row) -> dict[str, float]:
             each = {f"{name} {key}": x for name, x in value.items()} if isinstance(value, dict) else {key: value}
             found |= {name: x * scale for name, x in each.items() if isinstance(x, int | float)}
     return {name: x for name, x in found.items() if math.isfinite(x) and x > 0}
+
+
+def by_program(row: Row) -> dict[str, Any]:
+    """Return the times of a row in milliseconds, by program; in place of a time, why there is none."""
+    for field in ("times_ms", "median_ms"):
+        if isinstance(row.get(field), dict):
+            return dict(row[field])
+    names = {"median_ms": "refold", "both_ms": "refold, both", "mamba_ssm_ms": "mamba-ssm",
+             "mamba_ssm_both_ms": "mamba-ssm, both", "fused_ms": "fused", "copy_ms": "copy",
+             "graph_ms": "graph"}  # fmt: skip
+    return {name: row[field] for field, name in names.items() if row.get(field) is not None}
 
 
 def identity(row: Row) -> tuple[tuple[str, str], ...]:

@@ -29,6 +29,7 @@ class Suite:
         device: Where it runs, if it has no option ``device``.
         zero: Its options that may be 0, though their default is not.
         named: Whether the function makes the suite of a name: operators list its calls.
+        measures: The rooms of the package whose code it measures; of a suite of operators, the row's operator is it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Suite:
     device: str = "cuda"
     zero: tuple[str, ...] = ()
     named: bool = False
+    measures: tuple[str, ...] = ("ops", "compiler")
 
     def load(self) -> Callable[..., Iterator[Row]]:
         """Import it.
@@ -88,28 +90,31 @@ class Suite:
 
 
 OPERATOR_SUITES = tuple(dict.fromkeys(name for suites in operator_suites() for name in suites))
+_TORCH, _JAX = ("ops", "generate", "models/torch"), ("ops", "generate", "models/jax")
 SUITES = {
     suite.name: suite
     for suite in (
-        *(Suite(name, "operators_gpu", "operator_suite", named=True) for name in OPERATOR_SUITES),
+        *(Suite(name, "operators_gpu", "operator_suite", named=True, measures=()) for name in OPERATOR_SUITES),
         Suite("cpu", "operators_cpu", "cpu", device="cpu"),
         Suite("fusion-example", "fusion_example", "fusion_example"),
         Suite("granite-layer", "granite_layer", "granite_layer"),
         Suite("training", "training", "training"),
-        Suite("ssd-jax", "operators_jax", "ssd_jax"),
+        Suite("ssd-jax", "operators_jax", "ssd_jax", measures=("ops/ssd",)),
         Suite("chunked-scan", "chunked_scan", "chunked_scan"),
         Suite("recurrences", "recurrences", "recurrences"),
         Suite("linear-attention", "linear_attention", "linear_attention"),
-        Suite("models", "models", "models", zero=("width",)),
+        Suite("models", "models", "models", zero=("width",), measures=("ops", "compiler", "integrations")),
         Suite("kernelbench", "kernelbench", "kernelbench"),
         Suite("compile-time", "compile_time", "compile_time", device="cpu"),
-        Suite("generation", "generation", "generation"),
-        Suite("generation-cpu", "generation", "generation_cpu", device="cpu"),
-        Suite("decode", "generation_torch", "decode"),
-        Suite("prefill", "generation_torch", "prefill"),
-        Suite("generate", "generate", "generate"),
-        Suite("scale", "scale", "scale"),
-        Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu", device="cpu"),
+        Suite("generation", "generation", "generation", measures=_JAX),
+        Suite("generation-cpu", "generation", "generation_cpu", device="cpu", measures=_JAX),
+        Suite("decode", "generation_torch", "decode", measures=_TORCH),
+        Suite("prefill", "generation_torch", "prefill", measures=_TORCH),
+        Suite("generate", "generate", "generate", measures=("ops", "integrations")),
+        Suite("portable-ssd", "portable_ssd", "portable_ssd", measures=(*_TORCH, *_JAX)),
+        Suite("published", "published", "published"),
+        Suite("scale", "scale", "scale", measures=("ops",)),
+        Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu", device="cpu", measures=_TORCH),
     )
 }
 

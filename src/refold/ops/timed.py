@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from refold.errors import ArgumentError
@@ -72,6 +74,8 @@ def uniform(*shape: int) -> Any:
 def from_checkout(folder: str, module: str, name: str) -> Any:
     """Import a function from a checkout of a package, next to an installed package of the same name.
 
+    The package's own ``__init__`` does not run: it may want extensions that were not built.
+
     Raises:
         ArgumentError: It cannot be imported.
     """
@@ -81,12 +85,12 @@ def from_checkout(folder: str, module: str, name: str) -> Any:
         return {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
 
     installed = take_out()
-    sys.path.insert(0, folder)
+    sys.modules[package] = bare = ModuleType(package)
+    bare.__path__ = [str(Path(folder) / package)]
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(f"{folder} has no {module}.{name} that can be imported: {error}") from error
     finally:
-        sys.path.remove(folder)
         take_out()
         sys.modules.update(installed)

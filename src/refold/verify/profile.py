@@ -112,6 +112,11 @@ def kernels(events: Sequence[Event]) -> list[dict[str, Any]]:
     return [{"name": name, "count": count[name], "ms": round(ms, 6)} for name, ms in time_ms.most_common()]
 
 
+def longest(found: Sequence[dict[str, Any]]) -> str:
+    """Return the name of the kernel that takes longest, shortened; empty if there is none."""
+    return str(found[0]["name"])[:120] if found else ""
+
+
 def _working(events: Sequence[Event]) -> Iterator[Event]:
     """Yield the outermost operators of each thread that do work of their own."""
     threads = defaultdict(list)

@@ -22,9 +22,13 @@ SIZES = [
 TRAINED = [(8, 4096, 80), (1, 8192, 128), (1, 65536, 80), (8, 2048, 24)]
 
 
-def lengths(*, fused: str = "") -> Iterator[Timed]:
+def _named(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape[:3]))
+
+
+def lengths(*, fused: str = "", shapes: tuple[str, ...] = tuple(map(_named, LENGTHS))) -> Iterator[Timed]:
     """Time the operator ssd, forward, 256 to 131072 tokens, next to mamba-ssm's kernels and a published fused one."""
-    return _cases(LENGTHS, fused)
+    return _cases([shape for shape in LENGTHS if _named(shape) in shapes], fused)
 
 
 def sizes(*, fused: str = "") -> Iterator[Timed]:
@@ -81,13 +85,18 @@ def _cases(shapes: Sequence[tuple[int, ...]], fused: str = "") -> Iterator[Timed
         def by_one_kernel(half: Any = half, more: Any = plain) -> Any:
             return one_kernel(*half, chunk_size=128, **more, return_final_states=True, mamba2_fusion_type="medium")
 
-        name = f"{b}x{t}x{h}" + (f", {p}x{n}, groups {g}" if sizes else "")
+        gate, start = (z.half(), initial.half()) if one_kernel else (None, None)
+
+        def by_one_kernel_with_all(half: Any = half, more: Any = every, gate: Any = gate, start: Any = start) -> Any:
+            return by_one_kernel(half, more | {"z": gate, "initial_states": start})
+
+        name = _named((b, t, h)) + (f", {p}x{n}, groups {g}" if sizes else "")
         yield Timed(
             "ssd", name, arrays | plain, peer if official else None, by_one_kernel if one_kernel else None, True
         )
         yield Timed(
             "ssd", f"{name}, all options", arrays | every | {"initial_state": initial},
-            peer_with_all if official else None, graded=True,
+            peer_with_all if official else None, by_one_kernel_with_all if one_kernel else None, True,
         )  # fmt: skip
 
 
