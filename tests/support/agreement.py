@@ -20,7 +20,7 @@ def rewritten(fn, *inputs, training=False):
         entry = GraphReport(index=0, mode="training" if training else "inference")
         settings = Options(verify="off", accept="always", cache=False)
         session = GraphCompile(gm, example_inputs, settings, entry, Store(None, ""))
-        session._rewrite_before_autograd()
+        session.rewrite_before_autograd()
         rows.extend(session.rows.values())
         if training:
             return session.gm

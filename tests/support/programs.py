@@ -117,10 +117,9 @@ def judge_captured(program: Program) -> Outcome:
 
     @captures_loops
     def backend(gm: GraphModule, _: Any) -> GraphModule:
-        entry = GraphReport(index=0)
         with _SmallChunks():
-            gm = describe_captured(entry, gm)
-        names.extend(f"{row.name}: {row.detail}" for row in entry.rewrites)
+            gm, found = describe_captured(gm, GraphReport(index=0))
+        names.extend(f"{row.name}: {row.detail}" for row in found.rewrites)
         return gm
 
     torch._dynamo.reset()

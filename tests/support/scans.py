@@ -20,18 +20,33 @@ def compiled(fn, **options):
 
 
 def spliced(fn, mode="inference"):
-    """Return a function that runs the graph in which captured loops are replaced, as it is, and the graph's report.
+    """Return a function that runs the graph in which captured loops are replaced, as it is, and what was `Described`.
 
     Inductor, which takes most of the time of compiling, has no part in it.
     """
-    report = GraphReport(0, mode)
+    seen = Described(mode)
 
     @captures_loops
     def backend(gm, _):
-        return describe_captured(report, gm)
+        return seen.describe(gm)
 
     torch._dynamo.reset()
-    return torch.compile(fn, backend=backend, fullgraph=True), report
+    return torch.compile(fn, backend=backend, fullgraph=True), seen
+
+
+class Described:
+    """What was found in graphs: notes, rewrites and loops, as the report of one graph has them."""
+
+    def __init__(self, mode="inference"):
+        self.report = GraphReport(0, mode)
+
+    def describe(self, gm, *notes):
+        """Return a graph as it would be rewritten before autograd, and keep what is said of it."""
+        gm, self.report = describe_captured(gm, self.report.saying(*notes))
+        return gm
+
+    def __getattr__(self, name):
+        return getattr(self.report, name)
 
 
 def operators(run):

@@ -3,9 +3,9 @@
 import torch
 
 from refold.compiler.dynamo import captures_loops
-from refold.compiler.session import describe_captured
-from refold.report import GraphReport
 from refold.verify.numerics import unit_roundoff
+
+from .scans import Described
 
 
 def gradients(fn, args):
@@ -33,11 +33,11 @@ def trained(fn, *args, graphs=None, results=None):
     Errors are relative to float64, in units of what the function itself is off. ``graphs`` gets the graph that runs,
     ``results`` what the function returns.
     """
-    entry = GraphReport(index=0, mode="training" if torch.is_grad_enabled() else "inference")
+    seen = Described("training" if torch.is_grad_enabled() else "inference")
 
     @captures_loops
     def backend(gm, _):
-        made = describe_captured(entry, gm)
+        made = seen.describe(gm)
         if graphs is not None:
             graphs.append(made.graph)
         return made
@@ -54,4 +54,4 @@ def trained(fn, *args, graphs=None, results=None):
         assert (y.shape, y.dtype) == (o.shape, o.dtype)
         floor = 4 * unit_roundoff(y.dtype) * float(r.norm())
         errors.append(float((y.double() - r).norm()) / (float((o.double() - r).norm()) + floor + 1e-300))
-    return entry, max(errors)
+    return seen.report, max(errors)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
 from os import PathLike
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
@@ -33,7 +34,7 @@ from .recurrence.serial_chains import serial_loops
 from .refusals import refused
 from .replay import Remembering
 from .session import describe_captured, survey
-from .validate.program import plain
+from .validate.program import Outcome, plain
 
 BUG = "Please report this with the output of `refold doctor`."
 
@@ -69,30 +70,30 @@ def refold(
 
 
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> Compiled:
-    """Compile one Dynamo graph, and add to the report; see `refold`."""
+    """Compile one Dynamo graph, and add what was decided to the report; see `refold`."""
     mend_powers(gm)
     report.environment = report.environment or environment()  # torch.compile may have been given an empty report
     entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
+    run, entry = _outcome(gm, example_inputs, options, entry.saying(*notes(), *_limit_notes()))
     report.graphs.append(entry)
-    entry.notes += notes() + _limit_notes()
+    # A call of a module looks for hooks first, which a graph has none of.
+    return run_as_written(run).forward if isinstance(run, GraphModule) else run
+
+
+def _outcome(gm: GraphModule, inputs: Sequence[Any], options: Options, entry: GraphReport) -> Outcome:
+    """Decide what is to run; if refold itself fails, Inductor compiles the graph."""
     # On a GPU, a backward runs in a thread of its own. Inductor compiles it there when it first runs, and waits for the
     # lock of the compile under way, which this thread holds. So backwards run in this thread meanwhile.
     try:
         with patience(), _unseen_by_hooks(), torch.autograd.set_multithreading_enabled(False):
-            if kind := next(filter(None, map(_left_alone, example_inputs)), ""):
-                entry.notes.append(f"nothing was looked for: {kind}")
-                return plain(gm, example_inputs, options, entry)
-            if any(isinstance(x, torch.Tensor) and x.is_neg() for x in example_inputs):
+            if kind := next(filter(None, map(_left_alone, inputs)), ""):
+                return plain(gm, inputs, options, entry.saying(f"nothing was looked for: {kind}"))
+            if any(isinstance(x, torch.Tensor) and x.is_neg() for x in inputs):
                 # Dynamo compiles again for them: its guards compare dispatch keys.
-                entry.chosen, entry.reason = "eager", "because Inductor drops the sign of an input, a negated view"
-                return run_as_written(gm).forward
-            run = Remembering(gm, example_inputs, options, entry).run()
-            # A call of a module looks for hooks first, which a graph has none of.
-            return run_as_written(run).forward if isinstance(run, GraphModule) else run
-    except PlanError:
-        raise
-    except TraceAgain:
-        report.graphs.remove(entry)
+                reason = "because Inductor drops the sign of an input, a negated view"
+                return Outcome(gm, replace(entry, chosen="eager", reason=reason))
+            return Remembering(gm, inputs, options, entry).run()
+    except (PlanError, TraceAgain):
         raise
     except Exception as error:
         if options.strict:
@@ -101,11 +102,8 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
             message = f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}"
             raise CompileError(message) from error
         warn(f"refold failed on graph {entry.index} ({first_line(error)}); Inductor compiles it instead. {BUG}")
-        entry.notes.append(f"refold failed: {refused('refold-failed', first_line(error))}")
-        entry.chosen, entry.reason = "inductor", "because refold failed"
-        for row in entry.rewrites:
-            row.status, row.reason = "refused", refused("refold-failed", first_line(error))
-        return plain(gm, example_inputs, options, entry)
+        entry = entry.saying(f"refold failed: {refused('refold-failed', first_line(error))}")
+        return plain(gm, inputs, options, replace(entry, chosen="inductor", reason="because refold failed"))
 
 
 def _unseen_by_hooks() -> AbstractContextManager[Any]:
@@ -336,16 +334,16 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         mode = "training" if _is_training(gm) else "inference"
         entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="refold.explain changes nothing")
-        report.graphs.append(entry)
-        entry.notes += notes()
         mend_powers(gm)
-        gm = describe_captured(entry, gm)
+        gm, entry = describe_captured(gm, entry.saying(*notes()))
+        surveyed = [entry]
 
         def describe(graph: Graph) -> None:
-            entry.loops += serial_loops(graph)
-            survey(entry, graph)
+            loops = (*entry.loops, *serial_loops(graph))
+            surveyed.append(survey(graph, replace(entry, loops=loops)))
 
         show_graph(gm, inputs, describe)
+        report.graphs.append(surveyed[-1])
         return gm
 
     look.report = report

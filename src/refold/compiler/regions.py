@@ -68,7 +68,7 @@ def regions(module: Callable[..., Any], inputs: Sequence[Any]) -> tuple[list[Reg
     def look(gm: GraphModule, given: Sequence[Any]) -> Compiled:
         names = [plain_name(node.name) for node in gm.graph.find_nodes(op="placeholder")]
         estimates.append(unrolled_seconds(gm, "inference"))
-        rest = describe_captured(GraphReport(index=0), gm)
+        rest, _ = describe_captured(gm, GraphReport(index=0))
         if unrolled_seconds(rest, "inference") > RIVAL_S:
             return gm
 

@@ -10,8 +10,8 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from .private import TraceAgain
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .refusals import refused
-from .validate.program import Rewritten, choose_program, compared, left_eager
+from .validate.program import Outcome, Rewritten, Rival, choose_program, compared, left_eager
 from .validate.region import Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
@@ -74,161 +74,230 @@ class TooLong(Exception):
     """Inductor would take longer for an unrolled loop than it may; the message says how long."""
 
 
+class Misfit(Exception):
+    """A decision does not fit the program that it is to be executed on; the message says where."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What is known of a graph's rewrites before its compile.
+
+    Attributes:
+        rows: The rewrites to apply, by their keys.
+        refused: The keys of those that are not to be applied.
+        external_scans: How many sizes of cumulative sums are handed to ATen.
+        trusted: Whether the rewrites were checked.
+    """
+
+    rows: Mapping[str, RewriteReport]
+    refused: frozenset[str]
+    external_scans: int
+    trusted: bool
+
+
 class GraphCompile:
-    """The compile of one graph: find rewrites, judge them, take the fastest program."""
+    """The compile of one graph: find rewrites, judge them, take the fastest program.
+
+    Args:
+        report: What is known of the graph: its place, its name, whether it has a backward.
+        decided: What was decided of its rewrites; None if that is to be found out.
+        earlier: The compile whose rewrites lost the race together. What it found out holds; each region is now timed
+            alone.
+        lost: Rewrites (pass, line) that are known to lose the race.
+    """
 
     def __init__(
         self,
         gm: GraphModule,
         inputs: Sequence[Any],
         options: Options,
-        entry: GraphReport,
+        report: GraphReport,
         store: Store,
         *,
+        decided: Decided | None = None,
         earlier: GraphCompile | None = None,
+        lost: Set[tuple[str, str]] = frozenset(),
     ) -> None:
-        # The compile whose rewrites lost the race together. What it found out holds; each region is now timed alone.
-        self.earlier = earlier
-        # The original as Inductor compiles it, if it was.
-        self.rivals: dict[str, Compiled] = {} if earlier is None else earlier.rivals
-        self.inputs, self.options, self.entry, self.store = inputs, options, entry, store
-        self.given = define_scans(scans_as_loops(gm, entry.notes), everywhere=entry.mode == "training")
+        self.inputs, self.options, self.start, self.store = inputs, options, report, store
+        self.decided, self.earlier, self.lost = decided, earlier, lost
+        self.mode, self.notes, self.checks_s = report.mode, list(report.notes), 0.0
+        self.given = define_scans(scans_as_loops(gm, self.notes), everywhere=self.mode == "training")
         self.gm = define_scans(self.given, everywhere=True)
+        self.rival: Rival = Rival(self.given, inputs, options) if earlier is None else earlier.rival
         # What Inductor compiles the rewritten graph with.
         self.inductor = {**options.inductor, **options.choose.inductor}
-        self.refused: set[str] = set()
+        self.refused: set[str] = set() if decided is None else set(decided.refused)
         self.verdicts: dict[str, Verdict] = {}
         self.rows: dict[str, RewriteReport] = {}
         # How many sizes of cumulative sums are handed to ATen, and how many there are.
-        self.external_scans, self.scan_sizes = 0, 0
+        self.external_scans, self.scan_sizes = 0 if decided is None else decided.external_scans, 0
         # The number of terms in the longest sum that was rewritten.
         self.terms = 1
-        # How many operations of the original Inductor would generate code for, backward included.
-        self.operations = 0
-        # Rewrites (pass, line) that are known to lose the race.
-        self.lost: set[tuple[str, str]] = set()
+        # What the graphs that Inductor was shown cost, before and after.
+        self.before, self.after = Cost(), Cost()
+        # How many operations of the original Inductor would generate code for, backward included, and how many fewer it
+        # sees because of what was rewritten before autograd.
+        self.operations, self.operations_saved = 0, 0
         # Whether AOTAutograd's cache is asked; whether the last compile showed its graph; whether Inductor failed.
         self.cached, self.seen, self.failed = True, False, False
 
-    def run(self) -> Compiled:
-        """Return the program that runs from now on, and fill the report."""
+    def run(self) -> Outcome:
+        """Return the program that runs from now on, and what was found out."""
         start = time.perf_counter()
-        entry = self.entry
         defined = self.gm is not self.given
-        saved = self._rewrite_before_autograd()
+        saved = self.rewrite_before_autograd()
         try:
-            compiled = self._built()
-            applied = any(row.status == "applied" for row in self.rows.values())
-            if defined and not applied:  # Inductor has code of its own for PyTorch's scans
+            compiled = self.built()
+            if defined and not self._applied():  # Inductor has code of its own for PyTorch's scans
                 self.gm = self.given
-                compiled = self._built()
+                compiled = self.built()
         except TooLong as reason:
             return self._left_eager(reason)
-        entry.flops_before += saved.flops
-        entry.bytes_before += saved.bytes
-        entry.compile_s = time.perf_counter() - start - entry.checks_s
-        entry.rewrites = list(self.rows.values())
-        entry.external_scans = self.external_scans
+        report = replace(
+            self._report(self.before + saved, self.after), compile_s=time.perf_counter() - start - self.checks_s
+        )
         if compiled is None:
-            entry.chosen = "eager"
-            return self.given
-        if not entry.applied and not self.external_scans:
-            entry.chosen = "inductor"
-            entry.reason = "every rewrite that was tried was refused" if self.rows else ""
-            if wrong := self._wrong_as_given(compiled):
-                entry.chosen, entry.reason = "eager", f"because {wrong}"
-                warn(f"{wrong}; the graph runs eagerly")
-                return self.given
-        else:
-            entry.chosen = "refold"
-            if entry.applied and (self.options.verify != "off" or self.options.accept == "faster"):
-                compiled = self._last_word(compiled)
-        races = [verdict.race for verdict in self.verdicts.values() if verdict.race is not None]
-        entry.busy = entry.busy or next((race.busy for race in races if race.busy), "")
-        entry.provisional |= any(verdict.hurried for verdict in self.verdicts.values())
-        count = len(entry.applied)
-        log.info("graph %d: %s runs, %d rewrite%s", entry.index, entry.runs, count, "" if count == 1 else "s")
-        return compiled
+            return Outcome(self.given, replace(report, chosen="eager"))
+        if not report.applied and not self.external_scans:
+            return self._as_given(compiled, report)
+        outcome = Outcome(compiled, replace(report, chosen="refold"))
+        if report.applied and (self.options.verify != "off" or self.options.accept == "faster"):
+            outcome = self.last_word(*outcome)
+        report = outcome.report
+        log.info("graph %d: %s runs, %d rewrites", report.index, report.runs, len(report.applied))
+        return Outcome(outcome.program, self._with_load(report))
 
-    def _built(self) -> Compiled | None:
-        """Compile the graph, unless that takes too long.
+    def _applied(self) -> list[RewriteReport]:
+        return [row for row in self.rows.values() if row.status == "applied"]
+
+    def _report(self, before: Cost, after: Cost) -> GraphReport:
+        """Return what is known by now."""
+        return replace(
+            self.start,
+            mode=self.mode,
+            rewrites=tuple(self.rows.values()),
+            notes=tuple(self.notes),
+            flops_before=before.flops,
+            bytes_before=before.bytes,
+            flops_after=after.flops,
+            bytes_after=after.bytes,
+            checks_s=self.checks_s,
+            external_scans=self.external_scans,
+        )
+
+    def _with_load(self, report: GraphReport) -> GraphReport:
+        """Say how the machine was busy when rewrites were timed alone, and whether that left something open."""
+        races = [verdict.race for verdict in self.verdicts.values() if verdict.race is not None]
+        busy = report.busy or next((race.busy for race in races if race.busy), "")
+        hurried = any(verdict.hurried for verdict in self.verdicts.values())
+        return replace(report, busy=busy, provisional=report.provisional or hurried)
+
+    def built(self) -> Compiled | None:
+        """Compile the graph, unless that takes too long; None if Inductor cannot.
 
         Raises:
             TooLong: It would.
         """
-        self._check_time(unrolled_seconds(self.gm, self.entry.mode))
+        self._check_time(unrolled_seconds(self.gm, self.mode))
         return self._compile()
 
-    def _left_eager(self, reason: TooLong) -> Compiled:
+    def _left_eager(self, reason: TooLong) -> Outcome:
         """Let the graph run eagerly, with scans for those of its loops that are some."""
-        entry = self.entry
+        why = refused("too-long", str(reason))
         for key, row in self.rows.items():
             if not key.startswith(("captured:", "forward:")) and row.status != "refused":
-                row.status, row.reason = "refused", refused("too-long", str(reason))
-        entry.rewrites = list(self.rows.values())
-        entry.chosen, entry.reason = "eager", f"because {reason}"
-        entry.notes.append(f"the graph runs eagerly: {refused('too-long', str(reason))}")
-        log.warning("refold: graph %d runs eagerly: %s", entry.index, reason)
-        if not entry.applied:
-            return self.given
-        entry.chosen = "refold"
-        for name in ("flops_before", "flops_after", "bytes_before", "bytes_after"):
-            setattr(entry, name, sum(getattr(row, name) for row in entry.applied))
-        return self._last_word(self.gm, lambda: self.gm)
+                self.rows[key] = row.refused(why)
+        applied = self._applied()
+        before = Cost(sum(row.flops_before for row in applied), sum(row.bytes_before for row in applied))
+        after = Cost(sum(row.flops_after for row in applied), sum(row.bytes_after for row in applied))
+        report = self._report(before, after).saying(f"the graph runs eagerly: {why}")
+        report = replace(report, chosen="refold" if applied else "eager", reason=f"because {reason}")
+        log.warning("refold: graph %d runs eagerly: %s", report.index, reason)
+        return self.last_word(self.gm, report, lambda: self.gm) if applied else Outcome(self.given, report)
 
-    def _wrong_as_given(self, compiled: Compiled) -> str:
-        """Say how Inductor's program of a graph that nothing rewrites is wrong; only PyTorch's loops are looked at."""
+    def _as_given(self, compiled: Compiled, report: GraphReport) -> Outcome:
+        """Take Inductor's program of a graph that nothing rewrites, unless it is one that Inductor gets wrong.
+
+        Only PyTorch's own loops are looked at.
+        """
+        why = "every rewrite that was tried was refused" if self.rows else ""
+        report = self._with_load(replace(report, chosen="inductor", reason=why))
         kinds = [name for node in self.given.graph.nodes if (name := loop_operation(node))]
         if not kinds or self.options.verify == "off":
-            return ""
+            return Outcome(compiled, report)
         start = time.perf_counter()
         left = Rewritten(compiled, self._repeatable, self.terms, self.gm, 0.0)
         try:
-            reason = compared(left, self.given, {"eager": self.given}, self.inputs, self.options, self.entry)
+            report, reason = compared(left, self.given, {"eager": self.given}, self.inputs, self.options, report)
         except Exception as error:  # of Inductor's program, or of eager's: neither has a common type
             reason = ""
-            self.entry.notes.append(f"Inductor's program of `{kinds[0]}` was not checked: {first_line(error)}")
-        self.entry.checks_s += time.perf_counter() - start
-        return f"Inductor's program of PyTorch's `{kinds[0]}` {reason}" if reason else ""
+            report = report.saying(f"Inductor's program of `{kinds[0]}` was not checked: {first_line(error)}")
+        report = replace(report, checks_s=report.checks_s + time.perf_counter() - start)
+        if not reason:
+            return Outcome(compiled, report)
+        wrong = f"Inductor's program of PyTorch's `{kinds[0]}` {reason}"
+        warn(f"{wrong}; the graph runs eagerly")
+        return Outcome(self.given, replace(report, chosen="eager", reason=f"because {wrong}"))
 
-    def _last_word(self, compiled: Compiled, repeatable: Callable[[], Compiled] | None = None) -> Compiled:
+    def last_word(
+        self, compiled: Compiled, report: GraphReport, repeatable: Callable[[], Compiled] | None = None
+    ) -> Outcome:
         """Check the whole graph, and race it if that is wanted."""
-        start, entry = time.perf_counter(), self.entry
+        start, known = time.perf_counter(), self.rival.seconds or 0.0
         seconds = layer_seconds(self.operations)
         rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms, self.gm, seconds)
-        try:
-            return choose_program(rewritten, self.given, self.inputs, self.options, entry, self.rivals)
-        finally:  # what it took to compile the original is told apart
-            entry.checks_s += time.perf_counter() - start - (entry.inductor_compile_s or 0.0)
+        program, report = choose_program(rewritten, self.given, self.inputs, self.options, report, self.rival)
+        # What it took to compile the original is told apart.
+        spent = time.perf_counter() - start - ((self.rival.seconds or 0.0) - known)
+        return Outcome(program, replace(report, checks_s=report.checks_s + spent))
 
-    # What a replay does otherwise ----------------------------------------------------------------
+    # Which rewrites are made ---------------------------------------------------------------------
 
     def _wanted(self, key: str) -> bool:
         """Tell whether a rewrite may be made."""
+        if self.decided is not None:
+            return key in self.decided.rows
         return key not in self.refused and key not in self.options.choose.skip
 
     def _note(self, key: str, rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
-        """Write down a rewrite and what is known of it."""
-        row = self.rows[key] = _row(rewrite, key, verdict)
-        if verdict is not None and verdict.reason:
-            row.status = "refused"
+        """Write down a rewrite and what is known of it.
+
+        Raises:
+            Misfit: It is not the one that was decided on.
+        """
+        wrong = "" if verdict is None else verdict.reason
+        row = _row(rewrite, key, verdict) if self.decided is None else self.decided.rows[key]
+        if row.signature != rewrite.signature:
+            raise Misfit(f"{rewrite.name} [{rewrite.site}] is another one")
+        if wrong and self.decided is not None:
+            raise Misfit(f"{rewrite.name} [{rewrite.site}] is {wrong}")
+        if wrong:
+            row = row.refused(wrong)
             self.refused.add(key)
+        self.rows[key] = row
         return row
 
-    # How many operations fewer Inductor sees because of what was rewritten before autograd.
-    _operations_saved = 0
-    # Whether it is known that the rewrites fit although the graph was not seen.
-    _known = False
+    def _apply(self, key: str, rewrite: Rewrite) -> None:
+        """Write down that a rewrite is made."""
+        self.rows[key] = replace(self.rows[key], status="applied")
+        self.terms = max(self.terms, rewrite.terms)
+
+    @property
+    def _known(self) -> bool:
+        """Whether it is known that the rewrites fit although the graph was not seen."""
+        return self.decided is not None and self.decided.trusted
 
     @property
     def _stands(self) -> bool:
         """Whether it is known that a rewrite will be applied."""
-        return self._unjudged or any(not verdict.reason for verdict in self.verdicts.values())
+        if self.decided is not None:
+            return bool(self.decided.rows)
+        return self.unjudged or any(not verdict.reason for verdict in self.verdicts.values())
 
     @property
-    def _unjudged(self) -> bool:
+    def unjudged(self) -> bool:
         """Whether rewrites are applied without a verdict."""
-        return self.options.verify == "off" and self.options.accept == "always"
+        return self._known or (self.options.verify == "off" and self.options.accept == "always")
 
     def _repeatable(self) -> Compiled:
         """Compile the graph again, with random numbers drawn as eager draws them."""
@@ -240,7 +309,7 @@ class GraphCompile:
 
     # Loops that were captured --------------------------------------------------------------------
 
-    def _rewrite_before_autograd(self) -> Cost:
+    def rewrite_before_autograd(self) -> Cost:
         """Replace what is rewritten before autograd; return what that saves."""
         return self._rewrite_captured() + self._rewrite_forward()
 
@@ -261,7 +330,7 @@ class GraphCompile:
                 try:
                     found = self._as_operator(part, path, call)
                 except NotALoop as reason:
-                    self.entry.notes.append(f"{STAYS} {reason.told_of(describe_loop(part, call))}")
+                    self.notes.append(f"{STAYS} {reason.told_of(describe_loop(part, call))}")
                     continue
                 if found is not None:
                     found.splice()
@@ -278,17 +347,16 @@ class GraphCompile:
             key = ":".join(["captured", *path, call.name, str(dual)])
             if not self._wanted(key):
                 continue
-            with torch.set_grad_enabled(self.entry.mode == "training"):
+            with torch.set_grad_enabled(self.mode == "training"):
                 found = find_scan(part, call, dual)
             self.options.choose.tune(found.rewrite.candidate.graph)
             start = time.perf_counter()
-            verdict = None if self._unjudged else self._verdict(found.rewrite, path)
-            self.entry.checks_s += time.perf_counter() - start
+            verdict = None if self.unjudged else self._verdict(found.rewrite, path)
+            self.checks_s += time.perf_counter() - start
             row = self._note(key, found.rewrite, verdict)
             if row.status != "refused":
-                row.status = "applied"
-                self.terms = max(self.terms, found.rewrite.terms)
-                self.entry.notes += found.notes
+                self._apply(key, found.rewrite)
+                self.notes += found.notes
                 return found
             if not found.dual:
                 break  # else what does not write the states rounds too much, or is slower
@@ -296,7 +364,7 @@ class GraphCompile:
 
     def _rewrite_forward(self) -> Cost:
         """Rewrite the ATen graph of a forward before autograd; return what that saves."""
-        saved, training = Cost(), self.entry.mode == "training"
+        saved, training = Cost(), self.mode == "training"
         if (tools := _tools_before_autograd(self.gm, training)) is None:
             return saved
         if not training and (self.options.rules or self.options.choose.passes is not None):
@@ -305,24 +373,23 @@ class GraphCompile:
             key = ":".join(["forward", *path]) + ":"
             while True:
                 wanted = functools.partial(self._is_wanted_of, key)
-                found = tools.find_rewrites(self.gm, path, wanted, self.entry.notes, self._known, training)
+                found = tools.find_rewrites(self.gm, path, wanted, self.notes, self._known, training)
                 if found is None:
                     break
                 rows = []
                 start = time.perf_counter()
                 for rewrite in found.rewrites:
-                    verdict = None if self._unjudged else self._verdict(rewrite, path)
+                    verdict = None if self.unjudged else self._verdict(rewrite, path)
                     rows.append(self._note(key + rewrite.site, rewrite, verdict))
-                self.entry.checks_s += time.perf_counter() - start
+                self.checks_s += time.perf_counter() - start
                 if any(row.status == "refused" for row in rows):
                     continue  # the others may be otherwise without it
-                for rewrite, row in zip(found.rewrites, rows, strict=True):
-                    row.status = "applied"
-                    self.terms = max(self.terms, rewrite.terms)
+                for rewrite in found.rewrites:
+                    self._apply(key + rewrite.site, rewrite)
                     before, after = rewrite.before, rewrite.after
                     saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
                     fewer = computing(rewrite.original.graph.nodes) - computing(rewrite.candidate.graph.nodes)
-                    self._operations_saved += (WITH_BACKWARD if training else 1) * fewer
+                    self.operations_saved += (WITH_BACKWARD if training else 1) * fewer
                 self.gm = with_part(self.gm, path, found.spliced())
                 break
         return saved
@@ -360,7 +427,7 @@ class GraphCompile:
             facts += [node.name for node in self.gm.graph.nodes if is_made(node)]  # they are treated otherwise
             outcome = digest([*versions(), *facts, *sorted(self.refused), str(self.external_scans)])
             hook = Hook(functools.partial(self._visit, pending), outcome, self.cached)
-            log.info("compiling graph %d", self.entry.index)
+            log.info("compiling graph %d", self.start.index)
             try:
                 options = {**SHARES, **self.inductor} if self._stands else self.inductor
                 compiled = inductor_with(self.gm, self.inputs, hook, options)
@@ -381,37 +448,34 @@ class GraphCompile:
             start = time.perf_counter()
             for found in pending:
                 self._judge(found)
-            self.entry.checks_s += time.perf_counter() - start
+            self.checks_s += time.perf_counter() - start
             self.cached = bool(pending)
 
     def _visit(self, pending: list[_Pending], index: int, graph: Graph) -> None:
         """Rewrite one ATen graph in place, or stop the compile to judge what is new."""
         if any(str(node.target).startswith("tangents") for node in graph.find_nodes(op="placeholder")):
-            self.entry.mode = "training"
+            self.mode = "training"
         if index == 0:
-            self.entry.flops_before = self.entry.flops_after = self.entry.bytes_before = self.entry.bytes_after = 0
-            self.operations = self._operations_saved
+            self.before = self.after = Cost()
+            self.operations = self.operations_saved
         self.operations += computing(graph.nodes)
         before = graph_cost(graph.nodes)
         original = copied_graph(graph)
         notes: list[str] = []
         rewrites = self.options.rewrite(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
-        add_notes(self.entry, notes)
+        self.notes += _untold(self.notes, notes)
         # All rewrites are in the graph, also those that are still to be judged: without them it is longer.
         if inductor_seconds(len(graph.nodes)) > self.options.compile_budget:
             self._check_time(inductor_seconds(unrolled_operations(graph)))
         verdicts = [self.verdicts.get(rewrite.signature) for rewrite in rewrites]
-        if not self._unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
+        if not self.unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
             pending.append(_Pending(index, original, graph, rewrites))
             raise Stopped
         for rewrite, verdict in zip(rewrites, verdicts, strict=True):
-            self._note(f"{index}:{rewrite.site}", rewrite, verdict).status = "applied"
-            self.terms = max(self.terms, rewrite.terms)
-        after = graph_cost(graph.nodes) if rewrites else before
-        self.entry.flops_before += before.flops
-        self.entry.flops_after += after.flops
-        self.entry.bytes_before += before.bytes
-        self.entry.bytes_after += after.bytes
+            self._note(f"{index}:{rewrite.site}", rewrite, verdict)
+            self._apply(f"{index}:{rewrite.site}", rewrite)
+        self.before += before
+        self.after += graph_cost(graph.nodes) if rewrites else before
         self.scan_sizes = max(self.scan_sizes, keep_scans_external(graph, self.external_scans))
 
     def _check_time(self, seconds: float) -> None:
@@ -433,7 +497,7 @@ class GraphCompile:
                 with undisturbed_rng():
                     values |= values_at(graph, sorted(names - values.keys()), bound)
         else:
-            self.entry.notes.append("the graph's inputs could not be matched: rewrites were checked on random ones")
+            self.notes.append("the graph's inputs could not be matched: rewrites were checked on random ones")
         for rewrite in fresh:
             actual = [values[name] for name in rewrite.inputs] if values.keys() >= set(rewrite.inputs) else None
             with undisturbed_rng():
@@ -457,7 +521,7 @@ class GraphCompile:
             try:
                 stored = Verdict.from_dict(found[0])
             except (KeyError, TypeError) as error:
-                self.entry.notes.append(
+                self.notes.append(
                     f"the stored decision on a region ({found[1]}) cannot be read, so it is checked again: {error}"
                 )
             else:
@@ -468,21 +532,20 @@ class GraphCompile:
         self.store.put("region", key, dataclasses.asdict(verdict))
         return verdict
 
-    @property
-    def lost_together(self) -> bool:
-        """Whether rewrites lost the race of the whole graph that may be faster without some of the others."""
+    def lost_together(self, report: GraphReport) -> bool:
+        """Tell whether rewrites lost the race of the whole graph that may be faster without some of the others."""
         stood = [verdict.postponed for verdict in self.verdicts.values() if not verdict.reason]
         others = len(stood) > 1 or any(key.startswith("captured:") for key in self.rows)
-        return self.entry.chosen != "refold" and self.entry.speedup is not None and any(stood) and others
+        return report.chosen != "refold" and report.speedup is not None and any(stood) and others
 
     def _recover(self, error: Exception) -> bool:
         """After Inductor failed: tell whether another attempt is worth it."""
         if self.external_scans < self.scan_sizes:
             self.external_scans += 1
-            if (note := sums_are_external(error)) not in self.entry.notes:
-                self.entry.notes.append(note)
+            if (note := sums_are_external(error)) not in self.notes:
+                self.notes.append(note)
             return True
-        left_eager(error, self.gm, self.options, self.entry)
+        self.notes.append(left_eager(error, self.gm, self.options, self.start))
         return False
 
 
@@ -496,7 +559,7 @@ def _tools_before_autograd(gm: GraphModule, training: bool) -> Any:
     return rewriting_before_autograd() if pays else None
 
 
-def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
+def _row(rewrite: Rewrite, key: str = "", verdict: Verdict | None = None) -> RewriteReport:
     row = RewriteReport(
         key=key,
         signature=rewrite.signature,
@@ -514,25 +577,31 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
         largest_after=rewrite.after.largest,
     )
     if verdict is not None:
-        row.reason = verdict.reason
+        row = replace(row, reason=verdict.reason)
         if verdict.evidence is not None:
-            row.errors = [vars(kind) for kind in verdict.evidence.kinds]
-        if verdict.race is not None:
-            row.original_ms, row.candidate_ms = verdict.race.base_ms, verdict.race.candidate_ms
-            row.original_by = verdict.original_by
-            row.speedup, row.at_least = verdict.race.speedup, verdict.race.at_least
+            row = replace(row, errors=tuple(vars(kind) for kind in verdict.evidence.kinds))
+        if (race := verdict.race) is not None:
+            row = replace(
+                row,
+                original_ms=race.base_ms,
+                candidate_ms=race.candidate_ms,
+                original_by=verdict.original_by,
+                speedup=race.speedup,
+                at_least=race.at_least,
+            )
     return row
 
 
-def add_notes(entry: GraphReport, notes: Sequence[str]) -> None:
-    """Write notes of the passes into a report; of loops that were captured, it says already why they stay."""
-    told = any(note.startswith(STAYS) for note in entry.notes)
-    entry.notes += [note for note in notes if note not in entry.notes and not (told and note.startswith(STAYS))]
+def _untold(told: Sequence[str], notes: Sequence[str]) -> list[str]:
+    """Return the notes of the passes that say something new; of captured loops, it is told already why they stay."""
+    loops = any(note.startswith(STAYS) for note in told)
+    return [note for note in dict.fromkeys(notes) if note not in told and not (loops and note.startswith(STAYS))]
 
 
-def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
-    """Write into a report what would be rewritten before autograd; return the graph with that."""
-    gm = duplicate(define_scans(scans_as_loops(gm, entry.notes), everywhere=True))
+def describe_captured(gm: GraphModule, report: GraphReport) -> tuple[GraphModule, GraphReport]:
+    """Return a graph as it would be rewritten before autograd, and the report with that."""
+    notes, loops, rows = list(report.notes), list(report.loops), list(report.rewrites)
+    gm = duplicate(define_scans(scans_as_loops(gm, notes), everywhere=True))
     for path in parts(gm):
         part: Any = gm.get_submodule(".".join(path))
         for call in captured_loops(part):
@@ -542,30 +611,33 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
             try:
                 found = find_scan(part, call)
             except NotALoop as reason:  # the loop itself is listed when it is unrolled
-                entry.notes.append(f"{STAYS} {reason.told_of(loop)}")
+                notes.append(f"{STAYS} {reason.told_of(loop)}")
                 continue
-            entry.loops.append(loop)
-            entry.notes += found.notes
-            entry.rewrites.append(_row(found.rewrite, "", None))
+            loops.append(loop)
+            notes += found.notes
+            rows.append(_row(found.rewrite))
             found.splice()
         part.recompile()
-    training = entry.mode == "training"
-    if (tools := _tools_before_autograd(gm, training)) is None:
-        return gm
-    for path in parts(gm):
-        if (more := tools.find_rewrites(gm, path, lambda _: True, entry.notes, training=training)) is not None:
-            entry.rewrites += [_row(rewrite, "", None) for rewrite in more.rewrites]
-            gm = with_part(gm, path, more.spliced())
-    return gm
+    training = report.mode == "training"
+    if (tools := _tools_before_autograd(gm, training)) is not None:
+        for path in parts(gm):
+            if (more := tools.find_rewrites(gm, path, lambda _: True, notes, training=training)) is not None:
+                rows += map(_row, more.rewrites)
+                gm = with_part(gm, path, more.spliced())
+    return gm, replace(report, notes=tuple(notes), loops=tuple(loops), rewrites=tuple(rows))
 
 
-def survey(entry: GraphReport, graph: Graph) -> None:
-    """Write into a report what the pipeline would do with a graph; edits the graph."""
-    earlier, before, notes = list(entry.rewrites), graph_cost(graph.nodes), list[str]()
-    entry.rewrites += [_row(rewrite, "", None) for rewrite in run_pipeline(graph, notes=notes)]
-    add_notes(entry, notes)
+def survey(graph: Graph, report: GraphReport) -> GraphReport:
+    """Return the report with what the pipeline would do with a graph; edits the graph."""
+    earlier, before, notes = report.rewrites, graph_cost(graph.nodes), list[str]()
+    rows = tuple(map(_row, run_pipeline(graph, notes=notes)))
     after = graph_cost(graph.nodes)
-    # What was rewritten before autograd is in the graph already.
-    entry.flops_before = before.flops + sum(row.flops_before - row.flops_after for row in earlier)
-    entry.bytes_before = before.bytes + sum(row.bytes_before - row.bytes_after for row in earlier)
-    entry.flops_after, entry.bytes_after = after.flops, after.bytes
+    return replace(
+        report.saying(*_untold(report.notes, notes)),
+        rewrites=earlier + rows,
+        # What was rewritten before autograd is in the graph already.
+        flops_before=before.flops + sum(row.flops_before - row.flops_after for row in earlier),
+        bytes_before=before.bytes + sum(row.bytes_before - row.bytes_after for row in earlier),
+        flops_after=after.flops,
+        bytes_after=after.bytes,
+    )

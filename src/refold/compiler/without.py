@@ -26,13 +26,14 @@ def refold(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph by Inductor; eagerly if that is not available either."""
-    entry = _entry((options or {}).get("report") or Report())
+    report = (options or {}).get("report") or Report()
     try:
-        return torch._dynamo.lookup_backend("inductor")(gm, list(example_inputs))
+        run = torch._dynamo.lookup_backend("inductor")(gm, list(example_inputs))
     except (ImportError, AttributeError) as error:
-        entry.notes.append(f"Inductor is not available ({error}); the graph runs eagerly")
-        entry.chosen = "eager"
+        _add(report, "eager", f"Inductor is not available ({error}); the graph runs eagerly")
         return gm
+    _add(report, "inductor")
+    return run
 
 
 def compile(
@@ -62,14 +63,13 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     report = Report(getattr(module, "__qualname__", type(module).__qualname__), environment())
 
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        _entry(report).chosen = "eager"
+        _add(report, "eager")
         return gm
 
     torch.compile(module, backend=look)(*args, **kwargs)
     return report
 
 
-def _entry(report: Report) -> GraphReport:
-    entry = GraphReport(len(report.graphs), chosen="inductor", notes=[f"nothing can be rewritten: {reason}"])
-    report.graphs.append(entry)
-    return entry
+def _add(report: Report, chosen: str, *notes: str) -> None:
+    graph = GraphReport(len(report.graphs), chosen=chosen)
+    report.graphs.append(graph.saying(f"nothing can be rewritten: {reason}", *notes))

@@ -12,7 +12,7 @@ from typing import Any, Self
 SCHEMA = 2
 
 
-@dataclass
+@dataclass(frozen=True)
 class RewriteReport:
     """One rewrite: what was recognised, what it saves, how it was judged.
 
@@ -33,7 +33,7 @@ class RewriteReport:
     largest_after: int
     status: str = "found"
     reason: str = ""
-    errors: list[dict[str, Any]] = field(default_factory=list)
+    errors: tuple[dict[str, Any], ...] = ()
     original_ms: float | None = None
     original_by: str = ""
     candidate_ms: float | None = None
@@ -43,10 +43,19 @@ class RewriteReport:
     signature: str = ""
     becomes: str = ""
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RewriteReport:
+        """Return the row that ``dataclasses.asdict`` wrote; see `GraphReport.from_dict`."""
+        return cls(**{**data, "errors": tuple(data["errors"])})
 
-@dataclass
+    def refused(self, reason: str) -> RewriteReport:
+        """Return this row as that of a rewrite which is not to run."""
+        return dataclasses.replace(self, status="refused", reason=reason)
+
+
+@dataclass(frozen=True)
 class GraphReport:
-    """One graph that Dynamo handed over.
+    """One graph that Dynamo handed over, and what was decided: a value, which is executed as it stands.
 
     ``chosen`` is what runs from now on: ``refold``, ``inductor`` or ``eager``. ``checks`` has an entry for each output,
     gradient and written input of the whole graph, and ``checked_against`` says with what they were compared.
@@ -62,9 +71,9 @@ class GraphReport:
     mode: str = "inference"
     chosen: str = "inductor"
     reason: str = ""
-    rewrites: list[RewriteReport] = field(default_factory=list)
-    loops: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    rewrites: tuple[RewriteReport, ...] = ()
+    loops: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     flops_before: int = 0
     flops_after: int = 0
     bytes_before: int = 0
@@ -75,7 +84,7 @@ class GraphReport:
     speedup_at_least: float | None = None
     speedup_at_most: float | None = None
     checked_against: str = ""
-    checks: list[dict[str, Any]] = field(default_factory=list)
+    checks: tuple[dict[str, Any], ...] = ()
     difference_from_eager: float | None = None
     compile_s: float = 0.0
     inductor_compile_s: float | None = None
@@ -94,7 +103,9 @@ class GraphReport:
         Raises:
             KeyError or TypeError: The data is not that of an entry.
         """
-        return cls(**{**data, "rewrites": [RewriteReport(**rewrite) for rewrite in data["rewrites"]]})
+        rows = tuple(RewriteReport.from_dict(row) for row in data["rewrites"])
+        lists = {name: tuple(data[name]) for name in ("loops", "notes", "checks")}
+        return cls(**{**data, **lists, "rewrites": rows})
 
     @property
     def runs(self) -> str:
@@ -105,6 +116,15 @@ class GraphReport:
     def applied(self) -> list[RewriteReport]:
         """The rewrites that run from now on."""
         return [rewrite for rewrite in self.rewrites if rewrite.status == "applied"]
+
+    def saying(self, *notes: str) -> GraphReport:
+        """Return this entry with further notes, each told once."""
+        return dataclasses.replace(self, notes=tuple(dict.fromkeys((*self.notes, *notes))))
+
+    def without(self, reason: str) -> GraphReport:
+        """Return this entry with no rewrite applied, for a reason."""
+        rows = (row.refused(reason) if row.status == "applied" else row for row in self.rewrites)
+        return dataclasses.replace(self, rewrites=tuple(rows))
 
 
 @dataclass

@@ -286,7 +286,7 @@ def test_verify_off_applies_unproven(monkeypatch):
     compiled = refold.compile(scores, verify="off", accept="always", strict=True)
     x, y = pair(2)
     close(compiled(x, y), scores(x, y))
-    assert compiled.report.rewrites[0].errors == []
+    assert compiled.report.rewrites[0].errors == ()
 
 
 def test_explain_changes_nothing_and_names_waste():

@@ -177,7 +177,7 @@ def test_inductor_compiles_the_operation_if_nothing_replaces_it(monkeypatch):
         session = GraphCompile(gm, inputs, settings, GraphReport(index=0, mode="inference"), Store(None, ""))
         assert scans(session.given)
         assert not scans(session.gm)
-        session._built = lambda: built.append(session.gm)
+        session.built = lambda: built.append(session.gm)
         session.run()
         return gm
 
@@ -189,13 +189,13 @@ def test_inductor_compiles_the_operation_if_nothing_replaces_it(monkeypatch):
 def test_what_replaces_the_operation_is_not_compiled_away(monkeypatch):
     """The program that runs is the one whose rewrites the report shows, also where Inductor has code of its own."""
     monkeypatch.setattr(associative_scan, "has_code", lambda device: True)
-    built, compile_once = [], GraphCompile._built
+    built, compile_once = [], GraphCompile.built
 
     def counted(session):
         built.append(any(map(associative_scan.is_scan, session.gm.graph.nodes)))
         return compile_once(session)
 
-    monkeypatch.setattr(GraphCompile, "_built", counted)
+    monkeypatch.setattr(GraphCompile, "built", counted)
     compiled = refold.compile(operation, accept="always", verify="off", cache=False, strict=True)
     torch.testing.assert_close(compiled(*decays()), doubled(*decays()) * doubled(*decays())[:, -1:])
     assert [row.detail for row in compiled.report.rewrites] == ["32 steps of a state of 2 x 6 as one linear_scan"]

@@ -19,10 +19,9 @@ from refold.compiler.dynamo.capture.lengths import KEEPS_SYMBOLS
 from refold.compiler.options import Options
 from refold.compiler.recurrence import reroll
 from refold.compiler.refusals import REASONS
-from refold.compiler.session import describe_captured
 from refold.compiler.validate import region
-from refold.report.model import GraphReport
 from refold.verify.timing import Race
+from support.scans import Described
 
 T, D = 20, 6
 
@@ -452,12 +451,11 @@ TRAINED = {"detached", "hook", "no-gradient"}
 
 def told(fn, *calls, mode="inference", dynamic=None):
     """Return what a report says of a function's loops, called with some inputs each; nothing is compiled."""
-    entry = GraphReport(0, mode)
+    entry = Described(mode)
 
     @captures_loops
     def look(gm, inputs):
-        entry.notes += notes()
-        describe_captured(entry, gm)
+        entry.describe(gm, *notes())
         return gm.forward
 
     compiled = torch.compile(fn, backend=look, dynamic=dynamic)

@@ -12,22 +12,22 @@ from refold.compiler.dynamo.before_autograd import BeforeAutograd
 from refold.compiler.engine import compile as refold_compile
 from refold.compiler.ir.captured_loop import parts
 from refold.compiler.options import Options
-from refold.compiler.session import describe_captured
 from refold.compiler.validate import program
 from refold.compiler.validate.region import validate_region
 from refold.errors import RefoldWarning
-from refold.report import GraphReport, Report
+from refold.report import Report
+from support.scans import Described
 from support.tiny_lm import losses
 
 
 @pytest.mark.parametrize(("checkpointed", "autocast"), [(False, None), (False, torch.bfloat16), (True, torch.bfloat16)])
 def test_loss_curves_without_code_generation(checkpointed, autocast):
     """`test_loss_curve` is checkpointed in float32."""
-    entry = GraphReport(index=0, mode="training")
+    entry = Described("training")
 
     @captures_loops
     def backend(gm, _):
-        return describe_captured(entry, gm)
+        return entry.describe(gm)
 
     own = losses(None, checkpointed=checkpointed, autocast=autocast)
     got = losses(backend, checkpointed=checkpointed, autocast=autocast)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -40,6 +39,13 @@ SLOW_MS = 200.0
 CLEARLY = 2
 
 
+class Outcome(NamedTuple):
+    """What a compile returns: the program that runs from now on, and what was decided about it and why."""
+
+    program: Compiled
+    report: GraphReport
+
+
 @dataclass(frozen=True)
 class Rewritten:
     """A graph that was rewritten and compiled.
@@ -59,85 +65,119 @@ class Rewritten:
     original_s: float
 
 
+class Rival:
+    """The original as Inductor compiles it, which is done at most once.
+
+    Attributes:
+        run: The program; None if it was not compiled, or Inductor cannot.
+        seconds: What that took; None if there is no program.
+    """
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any], options: Options) -> None:
+        self.gm, self.inputs, self.options = gm, inputs, options
+        self.run: Compiled | None = None
+        self.seconds: float | None = None
+
+    def compiled(self) -> tuple[dict[str, Compiled], list[str]]:
+        """Return the program by its name, nothing if Inductor cannot make it, and what is to be said of that."""
+        notes: list[str] = []
+        if self.run is None:
+            log.info("compiling the original with Inductor, to time it, too")
+            start = time.perf_counter()
+            try:
+                # With symbolic sizes the baseline must be compiled for them too, in the context that knows them.
+                dynamic = any(isinstance(x, torch.SymInt) for x in self.inputs)
+                make = inductor if dynamic else standalone
+                run = make(self.gm, self.inputs, options=self.options.inductor, notes=notes)
+                with undisturbed_rng(), apart():
+                    _trial(run, self.inputs)()
+            except Exception as error:  # Inductor's failures have no common type
+                return {}, [*notes, f"torch.compile alone fails on this graph: {first_line(error)}"]
+            self.run, self.seconds = run, time.perf_counter() - start
+        return {"torch.compile": self.run}, notes
+
+
 def choose_program(
-    rewritten: Rewritten,
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    options: Options,
-    entry: GraphReport,
-    compiled: dict[str, Compiled],
-) -> Compiled:
-    """Compare a rewritten graph with the original, race it against eager and plain Inductor, and record both.
+    rewritten: Rewritten, gm: GraphModule, inputs: Sequence[Any], options: Options, report: GraphReport, rival: Rival
+) -> Outcome:
+    """Compare a rewritten graph with the original, and race it against eager and plain Inductor.
 
     Args:
         rewritten: The rewritten graph.
         gm: The graph as it was.
         inputs: The values it was captured with; copies of them are used.
         options: What to require, and the options for Inductor.
-        entry: The report to write into.
-        compiled: The original as Inductor compiled it, if it did; gets it otherwise.
+        report: What is known: the rewrites that are applied, and what they save.
+        rival: The original as Inductor compiles it.
 
     Returns:
-        What is to run: the fastest of the three, and never the rewritten graph if it differs from the original.
+        The fastest of the three, and never the rewritten graph if it differs from the original.
     """
     originals: dict[str, Compiled] = {}
-    if 2 * max(row.largest_before for row in entry.applied) < available_bytes(_device(inputs)):
+    if 2 * max(row.largest_before for row in report.applied) < available_bytes(_device(inputs)):
         originals["eager"] = gm
     else:
-        entry.notes.append("eager was not timed: it does not fit in memory")
-    seconds = unrolled_seconds(gm, entry.mode)
+        report = report.saying("eager was not timed: it does not fit in memory")
+    seconds = unrolled_seconds(gm, report.mode)
     unrolled = seconds > RIVAL_S
-    costly = rewritten.original_s > ORIGINAL_S and clearly_less(*_costs(entry), CLEARLY)
+    costly = rewritten.original_s > ORIGINAL_S and clearly_less(*_costs(report), CLEARLY)
     if "eager" in originals and unrolled:
-        entry.notes.append(f"torch.compile was not timed: compiling the unrolled loop would take about {seconds:.0f} s")
-    elif (options.accept == "faster" and (compiled or not costly)) or not originals:
-        _add_plain(originals, gm, inputs, options, entry, compiled)
+        report = report.saying(
+            f"torch.compile was not timed: compiling the unrolled loop would take about {seconds:.0f} s"
+        )
+    elif (options.accept == "faster" and (rival.run is not None or not costly)) or not originals:
+        found, notes = rival.compiled()
+        originals |= found
+        report = report.saying(*notes)
     why = "graph-slower"
-    if options.verify != "off" and (reason := compared(rewritten, gm, originals, inputs, options, entry)):
+    wrong = ""
+    if options.verify != "off":
+        report, wrong = compared(rewritten, gm, originals, inputs, options, report)
+    if wrong:
         # An unrolled loop of that length takes Inductor minutes.
-        entry.chosen = "eager" if unrolled and "eager" in originals else "inductor"
-        entry.reason = f"because the rewritten graph {reason}"
+        chosen = "eager" if unrolled and "eager" in originals else "inductor"
         why = "graph-differs"
-        log.warning("refold: graph %d: %s runs, %s", entry.index, entry.runs, entry.reason)
+        report = replace(report, chosen=chosen, reason=f"because the rewritten graph {wrong}")
+        log.warning("refold: graph %d: %s runs, %s", report.index, report.runs, report.reason)
     elif options.accept == "faster":
         spared = costly and not unrolled and "torch.compile" not in originals
-        add = functools.partial(_add_plain, originals, gm, inputs, options, entry, compiled) if spared else None
-        _time_all(rewritten, gm, originals, inputs, entry, add, peaks=not unrolled)
-    if entry.chosen == "refold":
-        return rewritten.run
-    for row in entry.applied:
-        row.status, row.reason = "refused", refused(why, entry.reason.removeprefix("because "))
-    return gm if entry.chosen == "eager" else plain(gm, inputs, options, entry)
+        report = _time_all(rewritten, gm, originals, inputs, report, rival if spared else None, peaks=not unrolled)
+    report = replace(report, inductor_compile_s=rival.seconds)
+    if report.chosen == "refold":
+        return Outcome(rewritten.run, report)
+    report = report.without(refused(why, report.reason.removeprefix("because ")))
+    return Outcome(gm, report) if report.chosen == "eager" else plain(gm, inputs, options, report)
 
 
-def plain(gm: GraphModule, inputs: Sequence[Any], options: Options, entry: GraphReport) -> Compiled:
+def plain(gm: GraphModule, inputs: Sequence[Any], options: Options, report: GraphReport) -> Outcome:
     """Compile a graph without rewrites; where Inductor cannot, it runs eagerly, and the report says why.
 
     Raises:
-        Exception: Inductor's own, if ``strict`` is set.
+        CompileError: Inductor cannot, and ``strict`` is set.
     """
+    notes: list[str] = []
     try:
-        return inductor(gm, inputs, options=options.inductor, notes=entry.notes)
+        run = inductor(gm, inputs, options=options.inductor, notes=notes)
+        return Outcome(run, report.saying(*notes))
     except TraceAgain:
         raise
     except Exception as error:  # Inductor's failures have no common type
-        left_eager(error, gm, options, entry)
-        entry.chosen, entry.reason = "eager", f"because Inductor failed: {first_line(error)}"
-        return gm
+        report = report.saying(*notes, left_eager(error, gm, options, report))
+        return Outcome(gm, replace(report, chosen="eager", reason=f"because Inductor failed: {first_line(error)}"))
 
 
-def left_eager(error: Exception, gm: GraphModule, options: Options, entry: GraphReport) -> None:
-    """Say that a graph that Inductor cannot compile runs eagerly.
+def left_eager(error: Exception, gm: GraphModule, options: Options, report: GraphReport) -> str:
+    """Warn that a graph that Inductor cannot compile runs eagerly; return the note of it.
 
     Raises:
         CompileError: ``strict`` is set.
     """
     what, hint = first_line(error), _values_decide(error, gm)
     if options.strict:
-        after = f", after the rewritten graph was left {entry.reason}" if entry.reason else ""
-        raise CompileError(f"Inductor cannot compile graph {entry.index} ({what}){after}{hint}") from error
+        after = f", after the rewritten graph was left {report.reason}" if report.reason else ""
+        raise CompileError(f"Inductor cannot compile graph {report.index} ({what}){after}{hint}") from error
     warn(f"Inductor failed on this graph ({what}); it runs eagerly{hint}")
-    entry.notes.append(f"Inductor failed ({what}); the graph runs eagerly{hint}")
+    return f"Inductor failed ({what}); the graph runs eagerly{hint}"
 
 
 def _values_decide(error: Exception, gm: GraphModule) -> str:
@@ -171,9 +211,9 @@ def compared(
     originals: dict[str, Compiled],
     inputs: Sequence[Any],
     options: Options,
-    entry: GraphReport,
-) -> str:
-    """Compare a program with the original, and record it; return what is wrong with it."""
+    report: GraphReport,
+) -> tuple[GraphReport, str]:
+    """Compare a program with the original; return the report with that, and what is wrong with the program."""
     log.info("checking the whole graph")
     own = next(iter(originals.values()), None)
 
@@ -182,16 +222,15 @@ def compared(
 
     with undisturbed_rng(), apart():
         found = compare(rewritten.run, gm, own, inputs, rewritten.terms, rewritten.repeatable, control)
-    entry.checked_against = found.against
-    entry.checks = [vars(one) for one in found.results]
+    report = replace(report, checked_against=found.against, checks=tuple(vars(one) for one in found.results))
     if "eager" in originals:
-        entry.difference_from_eager = found.difference
+        report = replace(report, difference_from_eager=found.difference)
     if found.against not in ("float64", "float32"):
         what = f"only compared with {found.against}" if found.against else "not checked as a whole, only its regions"
-        entry.notes.append(f"the graph was {what}: {found.note}")
+        report = report.saying(f"the graph was {what}: {found.note}")
     elif found.note:
-        entry.notes.append(found.note)
-    return f"differs from the original: {found.reason}" if found.reason else ""
+        report = report.saying(found.note)
+    return report, f"differs from the original: {found.reason}" if found.reason else ""
 
 
 def _time_all(
@@ -199,71 +238,82 @@ def _time_all(
     gm: GraphModule,
     originals: dict[str, Compiled],
     inputs: Sequence[Any],
-    entry: GraphReport,
-    add: Callable[[], None] | None,
+    report: GraphReport,
+    spared: Rival | None,
     *,
     peaks: bool,
-) -> None:
-    """Race a program against the originals, and record which is to run.
+) -> GraphReport:
+    """Race a program against the originals; return the report with their times, and with which is to run.
 
     Args:
         rewritten: The program.
         gm: The graph as it was.
         originals: What it is raced against.
         inputs: The values the graph was captured with; copies of them are used.
-        entry: The report to write into.
-        add: Adds plain Inductor, whose compile is long, to the originals; called only if the program is not clearly
-            faster than eager. None if nothing was spared.
+        report: What is known.
+        spared: Plain Inductor, whose compile is long; raced only if the program is not clearly faster than eager. None
+            if nothing was spared.
         peaks: Whether peaks of memory are taken on the CPU, too.
     """
     device = _device(inputs)
     ours = _trial(rewritten.run, inputs)
     if not originals:
         with undisturbed_rng(), apart():
-            entry.times_ms["refold"] = median_ms(ours, device)
-        return
+            return replace(report, times_ms={"refold": median_ms(ours, device)})
     log.info("timing the whole graph against the original")
-    rivals, times, name, result = _raced(originals, ours, inputs, device)
-    if add is not None and result.speedup < CLEARLY:
-        add()
-        rivals, times, name, result = _raced(originals, ours, inputs, device)
-    elif add is not None:
-        entry.notes.append(
+    rivals, first, name, result = _raced(originals, ours, inputs, device)
+    if spared is not None and result.speedup < CLEARLY:
+        found, notes = spared.compiled()
+        report = report.saying(*notes)
+        rivals, first, name, result = _raced({**originals, **found}, ours, inputs, device)
+    elif spared is not None:
+        report = report.saying(
             f"torch.compile was not timed: compiling the original would take about {rewritten.original_s:.0f} s, and "
             "the rewritten graph moves less than half of the bytes and takes less than half of the time of eager"
         )
+    times: dict[str, float] = {}
+    memory: dict[str, int] = {}
+    kernels: dict[str, list[dict[str, Any]]] = {}
     with undisturbed_rng(), apart():
         for other, run in rivals.items():
-            slow = times[other] > SLOW_MS
-            entry.times_ms[other] = (
-                result.base_ms if other == name else times[other] if slow else median_ms(run, device)
-            )
+            slow = first[other] > SLOW_MS
+            times[other] = result.base_ms if other == name else first[other] if slow else median_ms(run, device)
             # On the CPU memory is traced operation by operation, which takes a long loop many times its run time.
             if peaks or device.type != "cpu":
-                entry.peak_bytes[other] = peak_bytes(run, device)
-        entry.times_ms["refold"] = result.candidate_ms
-        entry.peak_bytes["refold"] = peak_bytes(ours, device)
-        entry.speedup, entry.speedup_at_least, entry.speedup_at_most = result.speedup, result.at_least, result.at_most
+                memory[other] = peak_bytes(run, device)
+        times["refold"], memory["refold"] = result.candidate_ms, peak_bytes(ours, device)
         for who, run in {**rivals, "refold": ours}.items():
-            if found := profile.take(f"graph {entry.index}: {who}", run, device):
-                entry.kernels[who] = found
-    entry.busy, entry.provisional = result.busy, bool(result.busy) and not result.faster
+            if launched := profile.take(f"graph {report.index}: {who}", run, device):
+                kernels[who] = launched
+    report = replace(
+        report,
+        times_ms=times,
+        peak_bytes=memory,
+        kernels=kernels,
+        speedup=result.speedup,
+        speedup_at_least=result.at_least,
+        speedup_at_most=result.at_most,
+        busy=result.busy,
+        provisional=bool(result.busy) and not result.faster,
+    )
     calls = unrolled_size(rewritten.graph), unrolled_size(gm)
-    if result.open and (aside := _load_aside(entry, result, calls if name == "eager" else None)):
-        entry.reason = f"because the machine was too busy to tell, and {aside}"
-    elif not result.faster:
-        entry.chosen = "eager" if name == "eager" else "inductor"
-        entry.reason = (
-            f"because the rewritten graph is not measurably faster than {name}: "
-            f"{between(result.at_least, result.at_most)}, must exceed {1 + DELTA:.2f}x for certain"
-        )
+    if result.open and (aside := _load_aside(report, result, calls if name == "eager" else None)):
+        return replace(report, reason=f"because the machine was too busy to tell, and {aside}")
+    if result.faster:
+        return report
+    return replace(
+        report,
+        chosen="eager" if name == "eager" else "inductor",
+        reason=f"because the rewritten graph is not measurably faster than {name}: "
+        f"{between(result.at_least, result.at_most)}, must exceed {1 + DELTA:.2f}x for certain",
+    )
 
 
-def _load_aside(entry: GraphReport, result: Race, calls: tuple[int, int] | None) -> str:
+def _load_aside(report: GraphReport, result: Race, calls: tuple[int, int] | None) -> str:
     """Say what speaks for a program that does not depend on what else the machine does; empty if nothing does.
 
     Args:
-        entry: The report, with what the program and the original cost.
+        report: The report, with what the program and the original cost.
         result: A race that decided nothing.
         calls: How many calls the program and the original make, if the original runs call by call.
     """
@@ -271,8 +321,8 @@ def _load_aside(entry: GraphReport, result: Race, calls: tuple[int, int] | None)
         return ""
     if result.fastest > CLEARLY:
         return f"the fastest call of the original takes {result.fastest:.1f} times as long as its own"
-    if clearly_less(*_costs(entry)):
-        return f"it moves {entry.bytes_before / max(entry.bytes_after, 1):.0f} times fewer bytes"
+    if clearly_less(*_costs(report)):
+        return f"it moves {report.bytes_before / max(report.bytes_after, 1):.0f} times fewer bytes"
     if calls is not None and calls_far_less(*calls):
         return f"it makes {calls[0]} calls, and eager {calls[1]}"
     return ""
@@ -290,35 +340,9 @@ def _raced(
         return rivals, times, name, race(rivals[name], ours, device, budget_s=TIMING_BUDGET_S, patient=False)
 
 
-def _costs(entry: GraphReport) -> tuple[Cost, Cost]:
+def _costs(report: GraphReport) -> tuple[Cost, Cost]:
     """Return what the rewritten graph and the original cost."""
-    return Cost(entry.flops_after, entry.bytes_after), Cost(entry.flops_before, entry.bytes_before)
-
-
-def _add_plain(
-    originals: dict[str, Compiled],
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    options: Options,
-    entry: GraphReport,
-    compiled: dict[str, Compiled],
-) -> None:
-    """Add plain Inductor to what is raced against, if it can compile the graph, or has."""
-    if compiled:
-        originals |= compiled
-        return
-    log.info("compiling the original with Inductor, to time it, too")
-    start = time.perf_counter()
-    try:
-        # With symbolic sizes the baseline must be compiled for them too, in the context that knows them.
-        dynamic = any(isinstance(x, torch.SymInt) for x in inputs)
-        run = (inductor if dynamic else standalone)(gm, inputs, options=options.inductor, notes=entry.notes)
-        with undisturbed_rng(), apart():
-            _trial(run, inputs)()
-        originals["torch.compile"] = compiled["torch.compile"] = run
-        entry.inductor_compile_s = time.perf_counter() - start
-    except Exception as error:  # Inductor's failures have no common type
-        entry.notes.append(f"torch.compile alone fails on this graph: {first_line(error)}")
+    return Cost(report.flops_after, report.bytes_after), Cost(report.flops_before, report.bytes_before)
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

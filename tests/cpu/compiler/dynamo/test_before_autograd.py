@@ -22,11 +22,9 @@ from refold.compiler.ir.evaluate import values_at
 from refold.compiler.options import Options
 from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutions, replace_gated_norms
 from refold.compiler.refusals import REASONS
-from refold.compiler.session import describe_captured
 from refold.compiler.validate.region import validate_region
 from refold.ops.spec import LARGEST_FLOAT
 from refold.ops.torch.registry import Operation
-from refold.report import GraphReport
 from support.chunked import (
     GROUPS,
     HEADS,
@@ -38,6 +36,7 @@ from support.chunked import (
     multiplied,
     repeat_groups,
 )
+from support.scans import Described
 from support.trained import inferred, trained
 from support.trial import no_code
 
@@ -80,7 +79,7 @@ def test_log_decays_of_any_size_are_not_divided_by_in_training():
     assert f"its log decay `decays` ({' x '.join(map(str, a.shape))}) may be small" in note
     assert note.endswith(f" [decay-gradient]: {REASONS['decay-gradient'][1]}")
     entry, _ = trained(softplus(Listing()), *differentiable(x, a, B, C))
-    assert entry.notes == []
+    assert not entry.notes
 
 
 def test_the_last_state_alone():
@@ -237,11 +236,11 @@ def test_what_has_no_place_or_cannot_be_traced(id, monkeypatch):
     else:
         monkeypatch.setattr(before_autograd, "_trace", lambda gm, gradients: 1 / 0)
     torch._dynamo.reset()
-    entry = GraphReport(0, "training")
+    entry = Described("training")
 
     @captures_loops
     def look(gm, inputs):
-        describe_captured(entry, gm)
+        entry.describe(gm)
         return gm.forward
 
     torch.compile(stepped, backend=look)(*step_inputs())
@@ -303,7 +302,7 @@ def test_autograd_functions_keep_their_backward(fn):
     entry, error = trained(softplus(fn), *differentiable(*inputs(24)))
     assert SCAN in names(entry)
     assert (fn is loop_over_values_of_a_function) == ("roll up loop" in names(entry))
-    assert entry.notes == []
+    assert not entry.notes
     assert error < 8
 
 
@@ -700,7 +699,8 @@ def test_chosen_passes_are_for_the_graph_after_autograd(operators_pay):
 def test_graphs_without_a_convolution_are_not_traced_twice_in_inference(monkeypatch, operators_pay):
     monkeypatch.setattr(before_autograd, "_trace", lambda *_, **__: 1 / 0)
     entry, _ = inferred(lambda *args: Listing()(*args)[0], *inputs())
-    assert entry.rewrites == entry.notes == []
+    assert not entry.rewrites
+    assert not entry.notes
 
 
 def detached_result(x, z, weight, kernel):

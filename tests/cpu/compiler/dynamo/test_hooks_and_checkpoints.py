@@ -9,8 +9,7 @@ from refold.compiler.dynamo import captures_loops, notes
 from refold.compiler.dynamo.as_written import run_as_written
 from refold.compiler.ir.evaluate import values_at
 from refold.compiler.ir.fx import registers_hook
-from refold.compiler.session import describe_captured
-from refold.report import GraphReport
+from support.scans import Described
 
 # Where a function is left in the middle, Dynamo asks a result for its gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -98,8 +97,7 @@ def compiled(fn, inputs, entry, *more):
 
     @captures_loops
     def backend(gm, _):
-        entry.notes += notes()
-        return describe_captured(entry, gm).forward
+        return entry.describe(gm, *notes()).forward
 
     torch._dynamo.reset()
     return gradients(torch.compile(fn, backend=backend), inputs, *more)
@@ -120,7 +118,7 @@ def inputs():
 
 @pytest.mark.parametrize("fn", [on_the_state, in_a_function_of_a_step, by_its_name, on_an_input_in_a_step])
 def test_a_loop_that_registers_hooks_stays(fn):
-    entry = GraphReport(0, "training")
+    entry = Described("training")
     torch.testing.assert_close(compiled(fn, inputs(), entry), gradients(fn, inputs()))
     reasons = ["hook"] if torch.__version__ >= (2, 13) else ["hook", "higher-order"]  # of an autograd function
     assert any(f"[{reason}]" in note for note in entry.notes for reason in reasons)
@@ -129,7 +127,7 @@ def test_a_loop_that_registers_hooks_stays(fn):
 
 @pytest.mark.parametrize("fn", [before, on_an_input, after, after_gradients_accumulate, retained])
 def test_hooks_around_a_loop(fn):
-    entry = GraphReport(0, "training")
+    entry = Described("training")
     torch.testing.assert_close(compiled(fn, inputs(), entry), gradients(fn, inputs()))
     said = " ".join(entry.notes)
     assert "not-traced" not in said
@@ -201,13 +199,13 @@ CHECKPOINTS = {
 def test_a_loop_in_a_checkpoint_is_a_scan(how):
     torch.manual_seed(0)
     cells, (x, _) = nn.ModuleList([Cell(), Cell(), Cell()]), inputs()
-    fn, parameters, entry = CHECKPOINTS[how](cells), list(cells[0].parameters()), GraphReport(0, "training")
+    fn, parameters, entry = CHECKPOINTS[how](cells), list(cells[0].parameters()), Described("training")
     torch.testing.assert_close(compiled(fn, [x], entry, *parameters), gradients(fn, [x], *parameters))
     assert [row.name for row in entry.rewrites if row.name == "roll up loop"], entry.notes
 
 
 def test_a_sequence_of_the_caller_is_not_read_in_a_checkpoint():
-    (x, a), entry = inputs(), GraphReport(0, "training")
+    (x, a), entry = inputs(), Described("training")
 
     def fn(x, a):
         items = list(x.unbind(1))

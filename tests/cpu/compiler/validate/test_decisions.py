@@ -466,10 +466,12 @@ def test_a_plan_that_does_not_fit(monkeypatch):
     assert any(f"[plan-misfit]: {REASONS['plan-misfit'][1]}" in note for note in graph.notes)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"PlanError.*Make a new one"):
         with_plan(scores, plan, *pair(12), accept="always", cache=False, strict=True)
-    plan.graphs[0].rewrites[0].signature = "another"
+    graph = plan.graphs[0]
+    other = dataclasses.replace(graph.rewrites[0], signature="another")
+    plan.graphs[0] = dataclasses.replace(graph, rewrites=(other,))
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"PlanError.*is another one"):
         with_plan(scores, plan, *pair(), accept="always", cache=False, strict=True)
-    plan.graphs[0].rewrites[0].key = "0:nowhere"
+    plan.graphs[0] = dataclasses.replace(graph, rewrites=(dataclasses.replace(other, key="0:nowhere"),))
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"PlanError.*there is no 0:nowhere"):
         with_plan(scores, plan, *pair(), accept="always", cache=False, strict=True)
 

@@ -123,8 +123,8 @@ def test_a_rival_that_is_long_to_compile_is_spared_by_a_clear_win(races, clearly
     outcomes[:] = [WON] if clearly else [replace(WON, speedup=1.9), WON]
     monkeypatch.setattr(program, "ORIGINAL_S", 0.0)
     monkeypatch.setattr(program, "clearly_less", lambda *costs: True)
-    add = program._add_plain
-    monkeypatch.setattr(program, "_add_plain", lambda *args: (compiles.append(1), add(*args)))
+    compile_it = program.Rival.compiled
+    monkeypatch.setattr(program.Rival, "compiled", lambda rival: (compiles.append(1), compile_it(rival))[1])
     graph = compiled(scores, *tensors()[:2])
     assert graph.chosen == "refold"
     assert graph.checks
