@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from refold.errors import ArgumentError
 from refold.generate.jax import Generator
 from refold.models.checkpoint import random_params
 from refold.models.configs import GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
 from refold.models.jax import model_for, to_device
 from refold.models.jax.granite_hybrid import grow_state
 from refold.models.jax.sharding.heads import shard_heads, shard_state
-from refold.models.jax.sharding.prompt import read_sharded
+from refold.models.jax.sharding.prompt import logits_sharded, read_sharded
 
 MIXER = Mixer2Config(d_model=32, nheads=8, headdim=8, ngroups=2, dstate=8, proj_bias=True)
 CONFIGS = {
@@ -85,3 +86,40 @@ def test_time_over_devices(name: str, kind: AxisType) -> None:
     close(logits8, logits)
     for name in state:
         close(state8[name], state[name])
+
+
+def loss_of(logits, tokens):
+    """Return the mean over tokens of how badly each was foreseen."""
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32)[:, :-1])
+    return -(scores * jax.nn.one_hot(tokens[:, 1:], scores.shape[-1])).sum(-1).mean()
+
+
+@KINDS
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_over_time(name: str, kind: AxisType) -> None:
+    """Loss and all gradients, of arrays that are placed on the mesh that is set: time alone, or rows, too."""
+    config, forward = CONFIGS[name], model_for(CONFIGS[name]).forward
+    params = to_device(random_params(config))
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 64)))
+    one = jax.jit(jax.value_and_grad(lambda p, t: loss_of(forward(config, p, t, kind="all")[0], t)))
+    loss, wanted = one(params, tokens)
+    axes = {"time": 8} if kind is AxisType.Auto else {"rows": 2, "time": 4}
+    mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=(kind,) * len(axes))
+    rows = "rows" if "rows" in axes else None
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    spread = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec(rows, "time")))
+
+    def loss_over(p, t):
+        logits = logits_sharded(config, p, t, mesh, rows=rows)
+        assert "time" in str(jax.typeof(logits).sharding.spec) or kind is AxisType.Auto
+        return loss_of(jax.sharding.reshard(logits, everywhere), jax.sharding.reshard(t, everywhere))
+
+    with jax.set_mesh(mesh):
+        loss8, found = jax.jit(jax.value_and_grad(loss_over))(jax.device_put(params, everywhere), spread)
+    close(loss8, loss)
+    least = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(wanted))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        error, scale = float(jnp.abs(a - b).max()), max(float(jnp.abs(b).max()), 1e-2 * least)
+        assert error <= 2048 * np.finfo(np.float32).eps * scale, (error, scale)
+    with pytest.raises(ArgumentError, match="60 tokens do not divide into 8 equal parts of at least 3"):
+        logits_sharded(config, params, tokens[:, :60], jax.make_mesh((8,), ("time",)))
