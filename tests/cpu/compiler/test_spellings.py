@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import refold
-from refold.compiler.recurrence.affine import LoopVectorizer
+from refold.compiler.recurrence.affine import LoopVectorizer, clamp_shares
 from refold.compiler.recurrence.vectorize import Value
 from support.agreement import check, outputs, rewritten
 
@@ -485,12 +485,17 @@ BOUNDED = {
 }
 
 
+SHARED = ("of a stack, shared",)
+"""Three equal items share a gradient as no pairs do: such a loop stays as it is."""
+FIRST = ("of a stack", "twice", "both sides, by tensors")
+"""What is rewritten where a clamp hands its gradient to its first operand: before torch 2.15."""
+
+
 @pytest.mark.parametrize("name", BOUNDED)
 def test_gradients_where_both_sides_of_a_bound_are_equal(name):
     """Each spelling hands its gradient on in its own way."""
 
     def fn(x, c):
-        x, c = x.round(), c.round()
         h, out = torch.zeros_like(x[:, 0]), []
         for t in range(x.shape[1]):
             h = BOUNDED[name](h, x[:, t], c[:, t])
@@ -498,8 +503,10 @@ def test_gradients_where_both_sides_of_a_bound_are_equal(name):
         return torch.stack(out, 1)
 
     generator = torch.Generator().manual_seed(0)
-    (detail,) = check(fn, [torch.randn(LONG, generator=generator) for _ in range(2)], True)
-    assert "running" in detail or "bounded scan" in detail
+    found = check(fn, [torch.randn(LONG, generator=generator).round() for _ in range(2)], True)
+    if not (name in SHARED or (clamp_shares(False)[0] != 1.0 and name in FIRST)):
+        (detail,) = found
+        assert "running" in detail or "bounded scan" in detail
 
 
 OTHERWISE = (

@@ -43,6 +43,7 @@ from ..ir.moves import (
     emit,
     read,
 )  # fmt: skip
+from ..recurrence.affine import clamp_shares
 from .body import Traced
 from .read_back import Origin
 
@@ -457,6 +458,9 @@ def _largest(splitter: _Splitter, node: Any) -> _Made:
     dims = {d % rank for d in ([given] if isinstance(given, int) else given or range(rank))}
     if dims != {found.axis} or (single and any(user.args[1] != 0 for user in node.users)):
         raise NotThis
+    # Equal items share a gradient: three do not as by pairs, and since torch 2.15 no clamp hands it to the first.
+    if clamp_shares(False)[0] != 1.0 if single else len(found.parts) > 2 and node.target in _SHARED:
+        raise NotThis
     total = functools.reduce(functools.partial(splitter.call, _LARGEST[node.target]), found.parts)
     total = total if keep else splitter.call(aten.squeeze.dim, total, found.axis)
     if not single:
@@ -474,6 +478,7 @@ _LARGEST = {
     aten.min.dim: aten.clamp_max.Tensor,
     aten.logsumexp.default: aten.logaddexp.default,
 }
+_SHARED = (aten.amax.default, aten.amin.default)
 
 
 def _product(splitter: _Splitter, node: Any) -> _Made:

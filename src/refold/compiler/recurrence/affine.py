@@ -10,6 +10,7 @@ state stands in for the batch. Source: Blelloch 1990 (CMU-CS-90-190), section 1.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -26,6 +27,7 @@ from ..ir.fx import is_pointwise, is_tensor, known, mark_as_made, value
 from ..ir.moves import Copy, Expand, Slice, View, read, shape_of
 from ..ir.operators import SCAN
 from ..ir.source import expression, name_of
+from ..private import without_modes
 from .systems import BOUNDED_SCAN, LINEAR_SYSTEM, largest, wide
 from .vectorize import NotALoop, Value, broadcasts, described
 
@@ -40,11 +42,23 @@ _BOUNDS = {
     aten.minimum.default: (True, False, _EVEN),
     aten.logaddexp.default: (False, True, _EVEN),
     aten.relu.default: (False, False, _SECOND),
-    **dict.fromkeys((aten.clamp_min.default, aten.clamp_min.Tensor), (False, False, _FIRST)),
-    **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), (True, False, _FIRST)),
-    **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor), (False, False, _FIRST)),  # from below, unless it says so
+    **dict.fromkeys((aten.clamp_min.default, aten.clamp_min.Tensor), (False, False, None)),  # what PyTorch does
+    **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), (True, False, None)),
+    **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor), (False, False, None)),  # from below, unless it says so
     aten.hardtanh.default: (False, False, _SECOND),
 }
+
+
+@functools.cache
+def clamp_shares(number: bool) -> tuple[float, float]:
+    """Return a clamp's shares, by a number or a tensor, as this PyTorch has them: torch 2.15 changed both."""
+    with without_modes() or contextlib.nullcontext(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.tensor([0.0, math.nan], requires_grad=True)
+        y = torch.clamp(x, min=0.0) if number else torch.clamp(x, min=torch.zeros(2))
+        tie, unknown = torch.autograd.grad(y.sum(), x)[0].tolist()
+    return tie, unknown
+
+
 _HARD = (Value(-1.0), Value(1.0))  # what hardtanh stays within unless it says so
 
 
@@ -192,12 +206,15 @@ class LoopVectorizer:
         if bound.smooth or bound.shares == _EVEN:
             chosen = aten.logaddexp.default if bound.smooth else aten.maximum.default
             return self.emit.call(aten.minimum.default if bound.upper else chosen, x, by)
-        if bound.shares == _SECOND:
-            beyond = self.emit.call(aten.ge.Tensor if bound.upper else aten.le.Tensor, x, by)
+        tie, unknown = bound.shares
+        above, below = (aten.lt, aten.gt) if bound.upper else (aten.gt, aten.lt)
+        above_too, below_too = (aten.le, aten.ge) if bound.upper else (aten.ge, aten.le)
+        beyond = self.emit.call((below if tie else below_too).Tensor, x, by)
+        if unknown:
             return self.emit.call(aten.where.self, beyond, by, x)
-        if bound.shares != _FIRST:
-            x, by = by, x
-        return self.emit.call(aten.clamp_max.Tensor if bound.upper else aten.clamp_min.Tensor, x, by)
+        neither = self.emit.call(aten.full.default, [], math.nan, dtype=val.dtype, device=val.device)
+        within = self.emit.call((above_too if tie else above).Tensor, x, by)
+        return self.emit.call(aten.where.self, within, x, self.emit.call(aten.where.self, beyond, by, neither))
 
     def _tensor(self, x: Any, like: Node) -> Node:
         """Return a state before the first step, (...) or a number, in the shape of a step's value."""
@@ -340,7 +357,8 @@ class LoopVectorizer:
 
     def _limits(self, node: Any, leaves: list[Any], rest: list[Any], mine: Affine) -> list[Bound | None]:
         """Return the bounds that an operation sets, in their order; None for what is not one."""
-        upper, smooth, shares = _BOUNDS[node.target]
+        upper, smooth, known = _BOUNDS[node.target]
+        shares: tuple[float, float] = known or clamp_shares(not any(isinstance(x.node, Node) for x in rest))
         shares = shares if leaves[0] is mine else (1 - shares[0], shares[1])
         if node.target is aten.hardtanh.default:
             rest = [*rest, *_HARD[len(rest) :]]
@@ -349,9 +367,10 @@ class LoopVectorizer:
         if len(rest) < 2:
             return [Bound(rest[0] if rest else Value(0.0), upper, smooth, shares)]
         low, high = rest
-        if leaves[0] is not mine:
+        by_tensors = isinstance(low.node, Node) and isinstance(high.node, Node)
+        if leaves[0] is not mine or (by_tensors and shares != _FIRST):  # as one bound after another no more
             return [None]
-        if isinstance(low.node, Node) and isinstance(high.node, Node):  # only what is below the other has a gradient
+        if by_tensors:  # only what is below the other has a gradient
             below = self._call(aten.lt.Tensor, mine.loop, low, high)
             fixed = self._call(aten.detach.default, mine.loop, low)
             low = self._call(aten.where.self, mine.loop, below, low, fixed)
