@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The newest transformers, laid over the same environment for a second and smaller run of the tests of real layers.
 NEWEST := .venv-newest
 
-.PHONY: setup demo test test-all test-versions lint site wheel clean
+.PHONY: setup demo test test-all test-versions lint site wheel release clean
 .NOTPARALLEL:
 
 setup: $(VENV)/.done
@@ -42,6 +42,14 @@ wheel: setup
 	build/wheel/bin/python -m pip install --quiet build/wheel/refold-*.whl
 	build/wheel/bin/refold --version
 	build/wheel/bin/refold doctor
+
+# Sdist and wheel, each in empty environments of the oldest and the newest Python.
+release: setup
+	rm -rf dist build/release && $(BIN)/python -m pip install --quiet build && $(BIN)/python -m build --outdir dist .
+	for python in 3.11 3.13; do for file in dist/*; do \
+	  python$$python -m venv --clear build/release && build/release/bin/pip install --quiet $$file && \
+	  build/release/bin/pip check && build/release/bin/refold --version && build/release/bin/refold doctor || exit 1; \
+	done; done
 
 # Two processes of one thread each. The first run has Inductor write plain loops, the second vector instructions, as users
 # have it (tests/conftest.py). `make test-all` also runs what shows that each part of a guard is needed (tools/exhaustive.py).

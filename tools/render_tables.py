@@ -1,9 +1,9 @@
 """Render the tables of README.md and docs from stored results; ``--check`` fails if they are stale.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Results are JSON lines in
-``benchmarks/results/MACHINE/SUITE.jsonl``, which ``refold bench store`` writes; the tables quote nothing else. Below
-each table stands where its rows come from, and how many of them are older than the code that they measure: ``--check``
-does not ask for that mark, since each commit may change it.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, a number of a sentence after ``<!-- value: NAME
+-->``. Results are JSON lines in ``benchmarks/results/MACHINE/SUITE.jsonl``, which ``refold bench store`` writes; the
+tables quote nothing else. Below each table stands where its rows come from, and how many of them are older than the
+code that they measure: ``--check`` does not ask for that mark, since each commit may change it.
 """
 
 from __future__ import annotations
@@ -565,8 +565,51 @@ TABLES: dict[str, Callable[[], str]] = {
 }  # fmt: skip
 
 
+def _both(suite: str, field: str, **what: str) -> Callable[[], str]:
+    """Return what shows a time of the one row of a suite that has these values."""
+
+    def value() -> str:
+        (row,) = (row for row in stored(RESULTS, GPU, suite) if what.items() <= row.items())
+        return _ms(row[field])
+
+    return value
+
+
+def _ceiling(suite: str, field: str, scale: float, unit: str) -> Callable[[], str]:
+    """Return what shows the range of a rate that rows of a suite have."""
+
+    def value() -> str:
+        rates = sorted(row[field] / scale for row in stored(RESULTS, GPU, suite) if field in row)
+        return (
+            " to ".join(dict.fromkeys(f"{rate:.2g}" if rate < 10 else f"{rate:.0f}" for rate in (rates[0], rates[-1])))
+            + unit
+        )
+
+    return value
+
+
+def _least_gain() -> str:
+    """Return the least gain over another program of all recurrences, on the machine of the last table."""
+    rows = [row["times_ms"] for row in stored(RESULTS, AMD, "recurrences") if len(row.get("times_ms", {})) > 1]
+    return f"{min(min(ms for name, ms in row.items() if name != 'refold') / row['refold'] for row in rows):.2f}x"
+
+
+VALUES: dict[str, Callable[[], str]] = {
+    "gradients_short": _both("pointwise-backward", "both_ms", case="1x2048x5120"),
+    "gradients_jax_peer": _both("ssd-backward", "both_ms", case="8x4096x80"),
+    "copy_torch": _ceiling("decode", "ceiling_gb_per_s", 1e3, " TB/s"),
+    "copy_jax": _ceiling("generation", "ceiling_gb_per_s", 1e3, " TB/s"),
+    "matrix_jax": _ceiling("generation", "ceiling_tflop_per_s", 1, " TFLOP/s"),
+    "least_gain": _least_gain,
+}
+"""Numbers of sentences."""
+
+
 def render(text: str) -> str:
-    """Return a page with its tables filled in."""
+    """Return a page with its tables and numbers filled in."""
+    text = re.sub(
+        r"(<!-- value: (\w+) -->)[^<]*(<!-- end -->)", lambda found: found[1] + VALUES[found[2]]() + found[3], text
+    )
 
     def fill(match: re.Match[str]) -> str:
         return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"

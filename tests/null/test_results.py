@@ -1,6 +1,7 @@
 """Tables and figures show the results that are stored."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -65,6 +66,20 @@ def test_a_table_says_how_many_of_its_rows_are_older_than_the_code(monkeypatch):
     assert {one[-1] for one in asked} == {"src/refold/ops/ssd"}
     assert render.MARK.sub("", said).endswith("ssd.jsonl`.</small>")
     assert "older" not in render.origin([row("new")])
+
+
+def test_a_number_of_a_sentence_is_drawn_from_rows():
+    text = "It takes <!-- value: gradients_short -->0.1 ms<!-- end --> here."
+    assert tool("render_tables").render(text) == text.replace("0.1 ms", "0.431\u00a0ms")
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda p: p.name)
+def test_sentences_with_times_and_rates_say_where_they_come_from(page):
+    """They are drawn from rows, or their paragraph says that they were measured by hand, or names the log."""
+    text = re.sub(r"^```.*?^```$|^<!-- table: .*?^<!-- end -->$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-|]|\d+\.) )", text):
+        if re.search(r"\d (?:ms|us|TB/s|TFLOP/s)\b", re.sub(r"<!-- value: .*?<!-- end -->", "", paragraph)):
+            assert re.search(r"by hand|LOG\.md|\*\*Published:\*\*", paragraph), paragraph
 
 
 def test_every_suite_is_shown_somewhere():
