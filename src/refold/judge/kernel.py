@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import re
 import signal
 import struct
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ _POINTERS = {"x86_64": {202: 3, 271: 2, 23: 4, 270: 4, 128: 2}, "aarch64": {98: 
 _UNLIMITED = {"x86_64": {0, 34, 45, 47, 61, 130, 247}, "aarch64": {63, 95, 133, 207, 212, 260}}  # read, wait4, ...
 # A wait that goes on after the process was stopped; a sandbox denies it, so that the call is made anew.
 _RESTARTED = {"x86_64": 219, "aarch64": 128}
+# Of a line of /proc/PID/maps: from where to where, whether it can be written to, the offset in the file, the file.
+_MAPPING = re.compile(r"^(\w+)-(\w+) .(.)\S* (\w+) \S+ (\d+)", re.MULTILINE)
 
 
 class Mapping(NamedTuple):
@@ -41,13 +44,10 @@ class Mapping(NamedTuple):
 
 def mappings(pid: int) -> list[Mapping]:
     """List the memory of a process; nothing if it has ended, which others notice."""
-    found = []
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            span, rights, offset, _, inode = line.split(maxsplit=5)[:5]
-            start, end = (int(at, 16) for at in span.split("-"))
-            found.append(Mapping(start, end, "w" in rights, int(offset, 16), int(inode)))
-    return found
+        parts = _MAPPING.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace"))
+        return [Mapping(int(a, 16), int(b, 16), w == "w", int(at, 16), int(inode)) for a, b, w, at, inode in parts]
+    return []
 
 
 def copy(pid: int, address: int, here: torch.Tensor, *, out: bool) -> int:

@@ -85,7 +85,9 @@ class Judge:
         verdict = Verdict(original, candidate, terms, off=sorted(off))
         docket = Docket(verdict, seed, off)
         hashes = costs.hashes() if docket.level.hashed else ""
+        threads = torch.get_num_threads()
         try:
+            torch.set_num_threads(1)  # others would wait for work in a loop, on the processors that are timed
             with Sides(original, candidate, inputs, docket, self.nursery) as sides:
                 sides.open()
                 case = Case(docket, sides, Comparison(docket, sides))
@@ -107,6 +109,8 @@ class Judge:
             verdict.end("unjudged", "", f"the judge itself failed: {type(error).__name__}: {str(error)[:500]}")
         else:
             verdict.outcome = "accepted"
+        finally:
+            torch.set_num_threads(threads)
         verdict.seconds = time.perf_counter() - docket.began
         verdict.seed = docket.secret
         return verdict
