@@ -9,24 +9,27 @@ that of https://bench.flashinfer.ai/docs/flashinfer-trace.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import operator
 import random
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ..errors import ArgumentError, TargetError
+from ..errors import ArgumentError, RefoldError, TargetError
 from .program import Program, source
 from .verdict import Verdict
 
+_Given = ParamSpec("_Given")
+_Read = TypeVar("_Read")
 _DTYPES = {"float8_e4m3": "float8_e4m3fn"} | {
     n: n for n in ("float32", "float16", "bfloat16", "float8_e5m2", "int64", "int32", "int16", "int8", "bool")
 }
@@ -118,6 +121,22 @@ finally:
 """
 
 
+def _whole(read: Callable[_Given, _Read]) -> Callable[_Given, _Read]:
+    """Let what is read from foreign data be all of it, or a refusal, whatever stands where something else should."""
+
+    @functools.wraps(read)
+    def reading(*args: _Given.args, **kwargs: _Given.kwargs) -> _Read:
+        try:
+            return read(*args, **kwargs)
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
+            if isinstance(error, RefoldError):
+                raise
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            raise TargetError(f"a definition, solution or workload is not what it should be: {said}") from error
+
+    return reading
+
+
 @dataclass(frozen=True)
 class Definition:
     """A computation.
@@ -139,6 +158,7 @@ class Definition:
     constraints: list[str] = field(default_factory=list)
 
     @staticmethod
+    @_whole
     def read(path: Path) -> Definition:
         """Read a definition from a file.
 
@@ -160,6 +180,7 @@ class Definition:
         name, reference = (_field(data, each, str, path) for each in ("name", "reference"))
         return Definition(name, axes, inputs, outputs, reference, constraints)
 
+    @_whole
     def drawn(self, seed: int) -> dict[str, int]:
         """Draw sizes of variable axes that satisfy all constraints.
 
@@ -198,6 +219,7 @@ class Solution:
     places: bool | None
 
     @staticmethod
+    @_whole
     def read(path: Path) -> Solution:
         """Read a solution from a file.
 
@@ -235,6 +257,7 @@ class Workload:
     uuid: str
 
     @staticmethod
+    @_whole
     def read(path: Path) -> list[Workload]:
         """Read workloads: one, or one in each line, alone or as the workload of a trace.
 
@@ -242,11 +265,9 @@ class Workload:
             TargetError: One of them is none.
         """
         try:
-            found = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        except ValueError:
+            found = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        except (ValueError, OSError):
             found = [_read(path)]
-        except OSError as error:
-            raise TargetError(f"{path} cannot be read: {error.strerror}") from error
         out = []
         for data in found:
             data = data.get("workload", data) if isinstance(data, dict) else {}
@@ -259,6 +280,7 @@ class Workload:
         return out
 
 
+@_whole
 def programs(
     definition: Definition, solution: Solution, workload: Workload, root: Path
 ) -> tuple[Program, Program, list[torch.Tensor] | None, str]:
@@ -362,6 +384,7 @@ def _stored(
     """Read inputs from files, if a workload names some; others are drawn once."""
     if not any(each.get("type") == "safetensors" for each in workload.inputs.values()):
         return None
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if numbers := [name for name, each in inputs.items() if each["size"] is None]:
@@ -374,7 +397,7 @@ def _stored(
         if said.get("type") == "safetensors":
             try:
                 tensor = load_file(root / str(said["path"]))[str(said["tensor_key"])]
-            except (OSError, KeyError, ValueError) as error:
+            except (OSError, KeyError, ValueError, SafetensorError) as error:
                 raise TargetError(f"the input {name} cannot be read: {type(error).__name__}: {error}") from error
             if list(tensor.shape) != each["size"]:
                 raise TargetError(f"the input {name} has shape {list(tensor.shape)} in its file, not {each['size']}")
@@ -412,7 +435,7 @@ def _tensors(data: dict[str, Any], axes: Mapping[str, Any], path: Path) -> dict[
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise TargetError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

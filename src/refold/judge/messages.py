@@ -7,6 +7,7 @@ an answer that was not read so. The process loads this file by its path: it impo
 
 from __future__ import annotations
 
+import builtins
 import functools
 import json
 import math
@@ -386,6 +387,17 @@ class Failure:
     type: str
     text: str
     lines: list[int]
+
+    def check(self) -> None:
+        """Raise `Malformed` unless the type is one, because it is told to whoever wrote the program."""
+        if known_exception(self.type) is None:
+            raise Malformed("it raised what neither Python nor PyTorch has")
+
+
+def known_exception(name: str) -> type | None:
+    """Return the exception of Python or PyTorch that has this name, if one has."""
+    found = getattr(builtins, name, getattr(torch, name, None))
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
 
 
 def to_json(answer: Any) -> bytes:

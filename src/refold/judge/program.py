@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import re
 import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ..errors import ArgumentError, TargetError
 
 Target = str | Path | Callable[..., Any]
 _LARGEST = 4 << 20  # bytes of source; more than that is a payload
+_ENCODING = re.compile(r"^([ \t\f]*#.*?coding[:=][ \t]*)([-\w.]+)", re.MULTILINE)  # as Python finds it (PEP 263)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ def source(text: str, *, name: str = "candidate.py", attribute: str = "", role: 
     if len(text) > _LARGEST:
         raise TargetError(f"{role} {name} has {len(text)} characters; at most {_LARGEST} are read")
     text = text.removeprefix("\ufeff")  # a byte order mark
+    for line in text.split("\n", 2)[:2]:
+        said = _ENCODING.match(line)
+        if said and said[2].lower().replace("_", "-") not in ("utf-8", "utf8", "ascii", "us-ascii"):
+            raise TargetError(f"{role} {name} would be read as {said[2][:40]}, and is text; let it declare utf-8")
     attribute = attribute or ("Model" if role == "original" else "ModelNew")
     found = Program(text, name, attribute)
     try:
@@ -111,7 +117,11 @@ def _text(file: Path, role: str) -> str:
             raise TargetError(f"{role} {file} has {file.stat().st_size} bytes; at most {_LARGEST} are read")
         with file.open("rb") as lines:
             encoding, _ = tokenize.detect_encoding(lines.readline)
-        return file.read_text(encoding=encoding, errors="replace")
+        if bytes(range(128)).decode(encoding, "replace") != bytes(range(128)).decode():
+            raise TargetError(f"{role} {file} is in {encoding}, in which code can look like a comment; use utf-8")
+        text = file.read_text(encoding=encoding, errors="replace")
+        first, rest = text.split("\n", 2)[:2], text.split("\n", 2)[2:]
+        return "\n".join([*(_ENCODING.sub(r"\1utf-8", line) for line in first), *rest])
     except OSError as error:
         raise TargetError(f"{role} {file} cannot be read: {error.strerror}") from error
     except SyntaxError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from . import inputs, weights
 from .docket import Docket
 from .errors import Misbehaved, Unjudgeable
-from .messages import OPTIONAL, WAYS, Build, Description, Inspected
+from .messages import Build, Description, Inspected
 from .nursery import Nursery
 from .process import Call, Process, Result
 from .program import Program
@@ -65,7 +64,7 @@ class Sides:
         self.narrow: Process | None = None
         self.shares_state = self.stateful = self.random = False
         self.state: State = {}
-        self.given = self.state
+        self.given, self._way = self.state, "loaded"
         self.parameters: set[str] = set()
         self.constant: set[str] = set()
         self.outputs: list[tuple[list[int], torch.dtype]] = []
@@ -73,6 +72,7 @@ class Sides:
         self._inputs = given
         self._stack = contextlib.ExitStack()
         self._differentiated: list[str] = []
+        self._first: dict[str, str] = {}  # of the names of a parameter or buffer
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,10 +141,10 @@ class Sides:
         if other_needs:
             self.docket.note(f"unlike the original's, its {', '.join(other_needs[:5])} need or need no gradient")
         self.parameters = {name for name, m in theirs.state.items() if m.type == "Parameter"}
-        seen: dict[int, str] = {}  # one parameter may have two names
+        seen: dict[str, str] = {}  # one parameter may have two names
         for name, m in theirs.state.items():
-            if m.requires_grad and (not m.span or m.address not in seen):
-                seen[m.address] = name
+            self._first[name] = seen.setdefault(f"{m.address} {m.shape} {m.stride}" if m.span else name, name)
+            if m.requires_grad and self._first[name] == name:
                 self._differentiated.append(name)
         self.state = self.given = self.read_state(self.witness, theirs)
         self.adopt(self.state, suspect=self.shares_state)
@@ -253,7 +253,7 @@ class Sides:
 
     def adopt(self, state: State, *, suspect: bool = True, way: str = "loaded") -> None:
         """Give all sides the same parameters and buffers, in the precision of each; the way is the candidate's."""
-        self.given = state
+        self.given, self._way = state, way
         sides = [(self.witness, self.dtype), (self.reference, torch.float64)]
         sides += [(self.narrow, torch.float32)] if self.narrow else []
         with self.of_the_original():
@@ -265,13 +265,14 @@ class Sides:
 
     def give(self, process: Process, state: State, dtype: torch.dtype, *, way: str = "loaded") -> None:
         """Give one process parameters and buffers."""
-        values = {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
+        own = {name: state[self._first[name]] for name in state}
+        values = {n: t.to(dtype) if t.is_floating_point() else t for n, t in own.items()}
         process.adopt(values, way, self.docket.terms.timeout)
 
     def settle_state(self) -> None:
         """Undo what earlier calls have done to buffers."""
         if self.stateful and self.shares_state:
-            self.adopt(self.given)
+            self.adopt(self.given, way=self._way)
 
     def other_weights(self, kind: str, *purpose: object, spread: float = 0.3) -> State:
         """Draw weights of a kind."""
@@ -285,12 +286,6 @@ class Sides:
         return {name: m for name, m in found.items() if name in self.state}
 
     def write(self, process: Process, places: dict[str, Description], state: State) -> None:
-        """Write values into their places in a process, the last of those that share one being the same for all."""
+        """Write values into their places in a process."""
         for name in filter(places.__contains__, state):
-            process.write(places[name], state[name])
-
-    def way(self, *purpose: object) -> str:
-        """Draw a way in which users give other weights, that is not the plain one."""
-        return random.Random(self.docket.derived("way", *purpose)).choice(
-            [way for way in WAYS if way not in ("loaded", *OPTIONAL)]
-        )
+            process.write(places[name], state[self._first[name]])

@@ -314,17 +314,21 @@ class Stub:
         module = self._module
         if module is None:
             return
+        own = module.state_dict(keep_vars=True)
         if way in ("loaded", "assigned"):
             if way == "assigned":
                 values = {name: value.clone().to(self._device) for name, value in values.items()}
             module.load_state_dict(values, strict=False, assign=way == "assigned")
+            first: dict[int, str] = {}
+            for name in own if way == "assigned" else ():  # two names of one parameter are tied again
+                if (other := first.setdefault(id(own[name]), name)) != name:
+                    _put(module, name, module.state_dict(keep_vars=True)[other])
             return
         with torch.no_grad():
             if way == "moved":
                 own_state = torch.nn.Module.parameters(module), torch.nn.Module.buffers(module)  # names may be in use
                 for t in {id(t): t for some in own_state for t in some}.values():
                     t.data = t.data.clone()
-            own = module.state_dict(keep_vars=True)
             states = [own]
             if way == "copied first":  # the copy may rely on the module, so both get the values
                 self._program = copy.deepcopy(self._own)
@@ -336,17 +340,15 @@ class Stub:
                         state[name].data.copy_(value)  # no version counter counts it; trainers of large models do so
                     continue
                 fresh = torch.empty_like(own[name].data).copy_(value)
-                if way == "called":
-                    fresh = others.setdefault(id(own[name]), fresh)
-                    self._given[name] = fresh.requires_grad_(own[name].requires_grad)
-                    continue
                 if way == "data":
                     own[name].data = fresh
-                    continue
-                *path, last = name.split(".")
-                if isinstance(own[name], torch.nn.Parameter):
-                    fresh = torch.nn.Parameter(fresh, own[name].requires_grad)
-                setattr(module.get_submodule(".".join(path)), last, others.setdefault(id(own[name]), fresh))
+                elif way == "called":
+                    fresh = others.setdefault(id(own[name]), fresh)
+                    self._given[name] = fresh.requires_grad_(own[name].requires_grad)
+                else:
+                    if isinstance(own[name], torch.nn.Parameter):
+                        fresh = torch.nn.Parameter(fresh, own[name].requires_grad)
+                    _put(module, name, others.setdefault(id(own[name]), fresh))
         if way == "copied":
             self._program = copy.deepcopy(self._own)
 
@@ -565,6 +567,12 @@ def _reset_cache() -> None:
         driver.cuCtxSetLimit(_L2_SET_ASIDE, ctypes.c_size_t(0))
 
 
+def _put(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Give a module another parameter or buffer of this name."""
+    *path, last = name.split(".")
+    setattr(module.get_submodule(".".join(path)), last, value)
+
+
 def _failure(error: BaseException, file: str) -> Any:
     """Say what a program raised. Only names and messages of Python and PyTorch are taken for such."""
     kind = type(error)
@@ -576,7 +584,7 @@ def _failure(error: BaseException, file: str) -> Any:
         text = str(error)[:_TEXT]
     except Exception:
         text = "and its message cannot be read"
-    if kind.__module__ in ("builtins", "torch"):
+    if messages.known_exception(kind.__name__) is kind:
         return messages.Failure(kind.__name__, text, lines)
     return messages.Failure("Exception", f"{kind.__qualname__}: {text}"[:_TEXT], lines)
 

@@ -1,6 +1,10 @@
 """Definitions and solutions of FlashInfer-Bench: read, judged, and written as traces; and the marker for pytest."""
 
+import copy
+import functools
+import itertools
 import json
+import operator
 import subprocess
 import sys
 
@@ -134,6 +138,56 @@ def test_a_definition_that_is_none(change, message, tmp_path):
 def test_a_solution_that_is_none(solution, message, tmp_path):
     with pytest.raises(TargetError, match=message):
         list(judge_solution(*_files(tmp_path, solution)))
+
+
+VALUES = [
+    None,
+    True,
+    -1,
+    1 << 70,
+    float("nan"),
+    "\ud800",
+    "a\0b",
+    [],
+    [[]],
+    {"a": 1},
+    "1+" * 3000 + "1",
+    "batch in [1]",
+]
+WORKLOAD = {"axes": {"batch": 4, "twice": 8}, "inputs": {"x": {"type": "random"}}, "uuid": "one"}
+
+
+def _places(data, path=()):
+    yield path
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield from _places(value, (*path, key))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_whatever_stands_in_a_file_is_read_or_refused(at, tmp_path):
+    files = [tmp_path / name for name in ("definition.json", "solution.json", "workload.jsonl")]
+    refused = 0
+    for path, value in itertools.product(_places([DEFINITION, _solution(), WORKLOAD][at]), VALUES):
+        data = copy.deepcopy([DEFINITION, _solution(), WORKLOAD])
+        owner = functools.reduce(operator.getitem, (at, *path)[:-1], data)
+        owner[(at, *path)[-1]] = value
+        for file, each in zip(files, data, strict=True):
+            file.write_text(f"\ufeff{json.dumps(each)}")
+        try:
+            what, how = exchange.Definition.read(files[0]), exchange.Solution.read(files[1])
+            what.drawn(0)
+            exchange.programs(what, how, *exchange.Workload.read(files[2]), tmp_path)
+        except TargetError:
+            refused += 1
+    assert refused > 50
+
+
+@pytest.mark.parametrize("given", [{"path": "/etc/passwd"}, {"path": "a\0b"}, {"path": "."}, {"tensor_key": ["x"]}, {}])
+def test_inputs_in_files_that_are_none(given, tmp_path):
+    (tmp_path / "w.jsonl").write_text(json.dumps(WORKLOAD | {"inputs": {"x": {"type": "safetensors"} | given}}))
+    files = _files(tmp_path, _solution())
+    with pytest.raises(TargetError):
+        list(judge_solution(*files, tmp_path / "w.jsonl"))
 
 
 def test_json_goes_with_json():

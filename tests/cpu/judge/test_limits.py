@@ -87,9 +87,9 @@ def test_the_verdict_names_a_parameter_and_says_what_to_change(nursery):
 
 def test_who_proposed_it_is_told_what_it_could_know(nursery):
     """Not the words of an exception, which may hold a file, nor the name that the candidate gave it."""
-    leak = "\n    def forward(self, x):\n        raise {}('SECRET')\n\nclass SECRET2(Exception): pass"
-    for kind in ("ValueError", "SECRET2"):
-        candidate = SAME.partition("\n    def forward")[0] + leak.format(kind)
+    leak = "\n    def forward(self, x):\n        raise {}('SECRET')\n\nclass SECRET2(Exception): {}"
+    for kind, more in (("ValueError", "pass"), ("SECRET2", "pass"), ("SECRET2", "__module__ = 'builtins'")):
+        candidate = SAME.partition("\n    def forward")[0] + leak.format(kind, more)
         verdict = _judge(nursery, candidate)
         assert "SECRET" in verdict.reason
         assert "SECRET" not in verdict.told
@@ -130,6 +130,18 @@ def test_encodings_and_branches_of_a_source(prefix, tmp_path):
     (tmp_path / "fast.py").write_text("def f():\n    ModelNew = 1\n")
     with pytest.raises(TargetError, match="does not define"):
         program(tmp_path / "fast.py", role="candidate")
+
+
+def test_what_was_tried_is_what_the_text_says(tmp_path):
+    """In UTF-7, the comment is a line of code."""
+    text = "# coding: utf-7\nclass ModelNew:\n    # +AAo-    pass\n    x = 1\n"
+    (tmp_path / "fast.py").write_text(text)
+    with pytest.raises(TargetError, match="use utf-8"):
+        program(tmp_path / "fast.py", role="candidate")
+    with pytest.raises(TargetError, match="let it declare utf-8"):
+        source(text)
+    (tmp_path / "fast.py").write_bytes(b"# coding: latin-1\nModelNew = '\xe4'\n")
+    assert program(tmp_path / "fast.py", role="candidate").text == "# coding: utf-8\nModelNew = '\xe4'\n"
 
 
 def test_a_large_file_is_not_read(tmp_path):

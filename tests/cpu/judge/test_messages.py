@@ -1,5 +1,6 @@
 """Whatever a process answers is refused, or its numbers are compared: nothing is decided by what it says of itself."""
 
+import builtins
 import dataclasses
 import json
 
@@ -67,6 +68,8 @@ PLACES = [(name, path) for name, each in ANSWERS.items() for path in _paths(json
 @example(("Returned", ("tensors", 0, "stride")), [])
 @example(("Returned", ("tensors", 0, "shape")), [1 << 47, 1 << 47, 0])
 @example(("Done", ("seconds",)), 10**400)
+@example(("Failure", ("type",)), "the first line of a file")
+@example(("Failure", ("type",)), "print")
 def test_an_answer_is_whole_or_none(place, value):
     name, path = place
     frame = json.dumps(_forged(json.loads(messages.to_json(ANSWERS[name])), path, value)).encode()
@@ -75,6 +78,8 @@ def test_an_answer_is_whole_or_none(place, value):
     except messages.Malformed:
         return
     assert messages.read(messages.to_json(found), type(found)) == found
+    if isinstance(found, messages.Failure):
+        assert found.type in vars(builtins).keys() | vars(torch).keys()
     if isinstance(found, messages.Returned | messages.Drawn):
         results.foreign_type(found.tree)
         results.outline(found.tree)

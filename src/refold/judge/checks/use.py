@@ -76,6 +76,7 @@ def other_weights(case: Case) -> None:
         turn("grown" if number == 0 else "moved", way, f"after {WAYS[way]}")
     for kind in weights.KINDS if docket.level.deep else ("positive", "unlike scales"):
         turn(kind, "in place", f"weights that are {kind},")
+    _changed_little(case)
     # What was asked and told until now may have made it look at its weights once more.
     sides.adopt(sides.other_weights("moved", "before"))
     places = sides.places(suspect)
@@ -87,6 +88,20 @@ def other_weights(case: Case) -> None:
         comparison.round("after its weights were written over", sides.actual("written"), check="C2", adopted=True)
     sides.adopt(sides.state)
     docket.verdict.ways |= {WAYS[way] for way in ways}
+
+
+def _changed_little(case: Case) -> None:
+    """C2: weights of which little changes, which a sum or a part of them does not tell."""
+    sides, docket = case.sides, case.docket
+    values, changes = sides.actual("changed little"), list(inputs.CHANGES.items())
+    if not docket.level.deep:
+        changes = random.Random(docket.derived("changes")).sample(changes, 2)
+    state = sides.other_weights("moved", "changed little")
+    for kind, change in changes:
+        own = [state[name].contiguous() for name in sides.parameters]
+        state |= dict(zip(sides.parameters, change(own, docket.derived("weights", kind)), strict=True))
+        sides.adopt(state, way="in place")
+        case.comparison.round(f"weights with {kind},", values, check="C2")
 
 
 def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
