@@ -214,13 +214,17 @@ class Comparison:
             self._calibrate(call, r, o)
 
     def _gradient(self, call: Call, o: Result, index: int) -> str:
-        """Name a gradient by what it is taken of; those that are none have no tensor."""
-        tree = o.tree["items"][1] if isinstance(o.tree, dict) and o.tree.get("sequence") == "with gradients" else {}
-        names = [name for name, each in zip(self.sides.gradients(call), tree.get("items", ()), strict=False)
-                 if "tensor" in each]  # fmt: skip
+        """Name a gradient by what it is taken of."""
+        names = self.gradients(call, o)
         if call.use == "jvp":
             return f"derivative of result {index}"
         return f"gradient of {names[index]}" if index < len(names) else f"gradient {index}"
+
+    def gradients(self, call: Call, o: Result) -> list[str]:
+        """Name all gradients by what they are taken of; those that are none have no tensor."""
+        tree = o.tree["items"][1] if isinstance(o.tree, dict) and o.tree.get("sequence") == "with gradients" else {}
+        each = zip(self.sides.gradients(call), tree.get("items", ()), strict=False)
+        return [name for name, one in each if "tensor" in one]
 
     def coarse(self, kind: str, call: Call, result: Result, sides: Sequence[tuple[Any, ...]]) -> None:
         """N7: gradients at large inputs are near, but for what is left of products of large inputs and no digits.

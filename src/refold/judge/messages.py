@@ -268,22 +268,26 @@ class Description:
 
 
 @dataclass
-class Returned:
-    """A call has returned.
-
-    Attributes:
-        tree: The structure of what it returned; with gradients, a pair.
-        tensors: The tensors in it, in order.
-        left: What of the caller's own objects and modes was changed.
-    """
+class Drawn:
+    """The original's own inputs."""
 
     tree: Any
     tensors: list[Description]
-    left: list[str]
 
     def check(self) -> None:
         """Raise `Malformed` unless the structure has each tensor once, in order."""
         check_tree(self.tree, len(self.tensors))
+
+
+@dataclass
+class Returned(Drawn):
+    """A call has returned: the structure of what it gave, with gradients a pair, and the tensors in it, in order.
+
+    Attributes:
+        left: What of the caller's own objects and modes was changed.
+    """
+
+    left: list[str]
 
 
 @dataclass
@@ -310,18 +314,6 @@ class State:
     """Parameters and buffers by their names."""
 
     state: dict[str, Description]
-
-
-@dataclass
-class Drawn:
-    """The original's own inputs."""
-
-    tree: Any
-    tensors: list[Description]
-
-    def check(self) -> None:
-        """Raise `Malformed` unless the structure has each tensor once, in order."""
-        check_tree(self.tree, len(self.tensors))
 
 
 @dataclass

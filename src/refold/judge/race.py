@@ -19,6 +19,7 @@ from ..verify.timing import ALPHA, BEST_OF, DELTA, SHORT_MS, median_bounds
 from . import inputs
 from .case import Case
 from .errors import Misbehaved, Unjudgeable
+from .kernel import LIBC
 from .messages import Description
 from .process import Process, Result
 from .results import unlike
@@ -34,7 +35,8 @@ WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
-POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
+POSSIBLE = 0.5  # of the time that bytes take to be moved, on a machine that may be busier at one time than another
+NOTHING_LEFT = 1e-9  # of the largest gradient, below which one may be rounding
 
 
 def faster(case: Case) -> None:
@@ -138,17 +140,44 @@ class Race:
         """T5: no result is written, and no input read, in less time than their bytes take to be moved."""
         kept = self.comparison.kept
         own = [t for t, alias in zip(kept.tensors, kept.aliases, strict=True) if alias is None]
-        size = sum(t.numel() * t.element_size() for t in own)
-        into = torch.empty(size, dtype=torch.uint8)
+        written, read = sum(t.numel() * t.element_size() for t in own), self._bytes_read()
+        into = torch.empty(max(written, read), dtype=torch.uint8)
         least = math.inf
         for value in range(5):
             start = time.thread_time()  # waiting for a processor is no part of it
-            ctypes.memset(into.data_ptr(), value, size)
-            least = min(least, time.thread_time() - start)
+            ctypes.memset(into.data_ptr(), value, written)
+            half = time.thread_time()
+            into[written:].fill_(value)
+            again = time.thread_time()
+            LIBC.memchr(ctypes.c_void_p(into.data_ptr()), 255, ctypes.c_size_t(read))
+            least = min(least, half - start + time.thread_time() - again)
         floor = POSSIBLE * least * 1e3 / self.docket.terms.threads
         impossible = race["candidate_ms"] < floor
-        failure = f"it took {race['candidate_ms']:.3g} ms, less than to write its results takes ({floor:.3g} ms)"
-        self.docket.step("T5", failure if impossible else "", floor_ms=floor)
+        failure = (
+            f"it took {race['candidate_ms']:.3g} ms, less than its inputs and results take to be moved ({floor:.3g} ms)"
+        )
+        self.docket.step("T5", failure if impossible else "", floor_ms=floor, read=read, written=written)
+
+    def _bytes_read(self) -> int:
+        """Count the bytes of inputs on which results depend, by gradients of the original that are not zero.
+
+        Whatever the program, it must read these; of what is not differentiated, nothing is known.
+        """
+        sides = self.sides
+        call = sides.call(sides.actual("floor"))
+        call = replace(call, grad=True, requires_grad=True, cotangents=sides.cotangents(call.seed))
+        try:
+            r = sides.reference.call(sides.wide(call), self.docket.terms.timeout)
+        except Misbehaved:
+            return 0
+        found = [t.abs() for t in r.tensors[len(sides.outputs) :]]
+        least = NOTHING_LEFT * max([float(t.max()) for t in found if t.numel()], default=0.0)
+        names = self.comparison.gradients(call, r)
+        return sum(
+            int((t > least).sum()) * call.tensors[int(name.removeprefix("input "))].element_size()
+            for name, t in zip(names, found, strict=False)
+            if name.startswith("input ")
+        )
 
     def race(self, base: Process, candidate: Process, name: str) -> dict[str, Any]:
         """Call both in turns until it is known which is faster, or until the time for that is over."""
@@ -172,7 +201,7 @@ class Race:
             # So many pairs are needed before all of them won could decide; what is slow gets the time for that.
             most = self.docket.level.seconds * (1 + (0.5**done > share) * PATIENCE)
             first = look == looks[0]
-            while done < look and (first or (spent < most and time.perf_counter() < patience)):
+            while done < look and (first or (spent < most and (0.5**done > share or time.perf_counter() < patience))):
                 time.sleep(order.random() * 2e-3)  # not in step with anything
                 samples = [self._pair(base, candidate, (name, done, 0), order.random() < 0.5)]
                 if max(each.seconds for each in samples[0]) * 1e3 < SHORT_MS:

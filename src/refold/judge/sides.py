@@ -217,9 +217,9 @@ class Sides:
         train = self.docket.terms.train
         seed = self.docket.derived("call", len(self.docket.verdict.lines), options.pop("salt", ""))
         call = Call(self.tree, list(values), seed=seed, grad=train, requires_grad=train, **options)
-        return replace(call, cotangents=self._cotangents(seed)) if train else call
+        return replace(call, cotangents=self.cotangents(seed)) if train else call
 
-    def _cotangents(self, seed: int) -> list[torch.Tensor]:
+    def cotangents(self, seed: int) -> list[torch.Tensor]:
         """Draw what flows back: random, for a sum's ones would hide permutations."""
         g = inputs.generator(seed)
         return [inputs.normal(torch.empty(shape, dtype=dtype), g) for shape, dtype in self.outputs]

@@ -51,7 +51,7 @@ CHECKS = {
     "C5": "it is right with gradients recorded and in inference mode, too; in training, also if nothing flows back",
     "C6": "it is right in other ways to call it, as under autocast, from another thread, or called again in between",
     "P6": "files of refold, torch and triton are as before (paranoid)",
-    "T5": "it takes at least the time that writing its results takes",
+    "T5": "it takes at least the time in which its inputs and results can be moved",
     "T6": "two processes with the original are equally fast (paranoid)",
     "T11": "how long it takes to be made, and what memory it keeps; a note only",
     "T12": "which operations run, by its own account; a note only",

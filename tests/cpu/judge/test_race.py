@@ -1,5 +1,6 @@
 """When a timing test of two processes can decide: calls, clock and other programs follow a script."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -74,8 +75,8 @@ class Machine:
             waited=share * took,
         )
 
-    def race(self, threads=2, seed=1, outside=(5e-4,)):
-        trial = race.Race(case(threads=threads))
+    def race(self, threads=2, seed=1, outside=(5e-4,), **terms):
+        trial = race.Race(case(threads=threads, **terms))
 
         def pair(base, candidate, purpose, swapped):
             o, y = self.call(1e-3 * self.ratio), self.call(1e-3, outside[self.calls % len(outside)])
@@ -119,6 +120,25 @@ def test_other_programs_that_nobody_waits_for_are_in_nobody_s_way(monkeypatch):
 def test_equal_programs_are_not_accepted_however_long_they_wait(monkeypatch, waited):
     races = [Machine(monkeypatch, waited=waited, seed=seed).race(seed=seed) for seed in range(20)]
     assert not any(race["faster"] for race in races)
+
+
+def test_a_slow_machine_ends_no_race_that_nothing_could_have_decided_yet(monkeypatch):
+    """Of four candidates, nine pairs decide nothing, however they end."""
+    seconds = itertools.count(0.0, 5.0)
+    monkeypatch.setattr(race.time, "perf_counter", lambda: next(seconds))
+    assert Machine(monkeypatch, ratio=1.5, waited=0.0).race(tried=4)["faster"]
+
+
+@pytest.mark.parametrize(("written", "read"), [(1 << 24, 0), (64, 1 << 24)])
+def test_what_takes_less_time_than_its_bytes_is_refused(monkeypatch, written, read):
+    of = case()
+    of.comparison.kept = Result(None, [], [torch.zeros(written, dtype=torch.uint8)], 1.0, aliases=[None])
+    trial = race.Race(of)
+    monkeypatch.setattr(trial, "_bytes_read", lambda: read)
+    trial._possible({"candidate_ms": 1e4})
+    with pytest.raises(Refused):
+        trial._possible({"candidate_ms": 1e-4})
+    assert of.docket.verdict.check == "T5"
 
 
 def test_equal_programs_seem_at_no_time_clearly_different(monkeypatch):

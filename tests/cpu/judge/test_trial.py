@@ -114,6 +114,20 @@ def test_what_is_no_log_is_not_replayed(text, tmp_path):
         replay(log)
 
 
+def test_inputs_on_which_results_depend_must_be_read(nursery):
+    """Of the first input two rows, of the second all; what is multiplied by zero is not read."""
+    threads = torch.get_num_threads()
+    original = ORIGINAL.replace("a @ b", "a[:2] @ b + 0 * a.sum()")
+    first, second = (
+        source(original, name="original.py", role="original"),
+        source(original.replace("Model(", "ModelNew(")),
+    )
+    verdict = judge(first, second, level="quick", threads=1, rival="eager", nursery=nursery)
+    found = next(line for line in verdict.lines if line["check"] == "T5")
+    assert (found["read"], found["written"]) == (4 * (2 * 8 + 8 * 3), 4 * 2 * 3)
+    assert torch.get_num_threads() == threads  # as before, in this process
+
+
 def test_what_runs_the_original_s_operations_is_labelled(nursery):
     same = ORIGINAL.replace("Model(", "ModelNew(")
     assert any("may have fallen back" in note for note in _judge(nursery, same).notes)
