@@ -5,10 +5,11 @@ for them. Nothing here imports an engine before its plugin is switched on. docs/
 """
 
 COMPARED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",), "torchtitan": ("0.3.0",)}
-"""The versions of each engine with whose signatures the adapters were compared. None of them ran."""
+"""The versions of each engine with whose signatures the adapters were compared. docs/engines.md says which ran."""
 REPLACED = {
     "vllm": "REFOLD_VLLM=1 replaces ssd, selective_scan, state_update, gated_delta_rule",
-    "sglang": "--linear-attn-backend refold replaces decode and extend of gated DeltaNet layers",
+    "sglang": "--linear-attn-backend refold replaces decode and extend of gated DeltaNet, Kimi delta attention and "
+    "Mamba-2 layers",
     "torchtitan": "--override.imports refold.engines.torchtitan.gated_delta_rule replaces the gated delta rule",
 }
 """What is replaced in each engine, and by which switch."""

@@ -119,6 +119,56 @@ def _before_chunks(alone: Tensor, decays: Tensor, prompt: Tensor, initial: Tenso
     return torch.cat(before)
 
 
+def chunk_scan_packed(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    out: Tensor | None = None,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    return_intermediate_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+    return_track_states: bool = False,
+    track_seq_idx: Tensor | None = None,
+    track_end_locs: Tensor | None = None,
+) -> tuple[None, Tensor, None]:
+    """Prefill of Mamba-2 layers as `chunk_scan_varlen`, with a batch axis of one in front of the tokens.
+
+    ``seq_idx`` and the chunks have no effect: ``cu_seqlens`` has the prompts.
+
+    Returns:
+        No states inside prompts, the states after prompts ``(k, h, p, n)``, no tracked states.
+
+    Raises:
+        BackendUnsupported: Other results are wanted, or states inside prompts.
+    """
+    op = "chunk_scan_packed"
+    if cu_seqlens is None or out is None or not (return_varlen_states and return_track_states) or len(x) != 1:
+        raise BackendUnsupported(f"{op}: out and the states after packed prompts are computed, nothing else.")
+    if return_final_states or return_intermediate_states or (track_end_locs is not None and len(track_end_locs)):
+        raise BackendUnsupported(f"{op}: states inside prompts are not computed.")
+    states = chunk_scan_varlen(
+        x[0], dt[0], A, B[0], C[0], chunk_size, cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, out[0], D=D,
+        z=None if z is None else z[0], dt_bias=dt_bias, initial_states=initial_states, dt_softplus=dt_softplus,
+        dt_limit=dt_limit, state_dtype=state_dtype,
+    )  # fmt: skip
+    assert states is not None
+    return None, states, None
+
+
 def selective_scan_varlen(
     u: Tensor,
     ssm_states: Tensor,
@@ -247,6 +297,38 @@ def state_update(
     out.copy_(torch.where(per_row(sequence < count, y), y, out))  # tokens behind the last sequence are padding
 
 
+def slot_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+) -> None:
+    """Decode of Mamba-1 and Mamba-2 layers, one token a sequence, in place.
+
+    Raises:
+        BackendUnsupported: Drafts are verified: the states of all tokens are wanted, or none is to be written.
+    """
+    if disable_state_update or intermediate_states_buffer is not None or x.ndim != state.ndim - 1:
+        raise BackendUnsupported("slot_update: drafts of several tokens are not verified here.")
+    mamba_ssm.selective_state_update(
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, pad_slot_id=pad_slot_id, out=out
+    )
+
+
 def _rows(tokens: Tensor, index: Tensor) -> Tensor:
     """Return rows; what is expanded along the last axis stays so, by which a step is known to be one per head."""
     if tokens.stride(-1) == 0:
@@ -321,6 +403,7 @@ def gated_delta_decode(
     ssm_states: Tensor,
     cache_indices: Tensor,
     query_start_loc: Tensor,
+    lower_bound: float | None = None,
 ) -> Tensor:
     """Decode of gated DeltaNet layers, one token a sequence: tokens ``(1, k, heads, ...)``, gates ``(k, h)``.
 
@@ -338,8 +421,74 @@ def gated_delta_decode(
 
     def step(rows: Tensor) -> tuple[Tensor, Tensor]:
         y, after = ops.delta_rule_step(
-            q[0], k[0], v[0], rows.mT, g=a, beta=b, A_log=A_log, dt_bias=dt_bias, normalize=True, beta_limit=1.0
-        )
+            q[0], k[0], v[0], rows.mT, g=a, beta=b, A_log=A_log, dt_bias=dt_bias, normalize=True, beta_limit=1.0,
+            lower_bound=lower_bound,
+        )  # fmt: skip
         return y, after.mT
 
     return slots.update(ssm_states, step)[None]
+
+
+def kimi_delta_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    beta_is_raw: bool = False,
+    return_intermediate_states: bool = False,
+) -> Tensor:
+    """Prefill of Kimi delta attention layers on slots of a pool ``(slots, h, p, n)``; negative slots are padding.
+
+    ``g`` (1, t, h, n) are log decays, or with ``A_log`` the gates that they come from. ``beta`` (1, t, h) are
+    strengths, or with ``beta_is_raw`` their gates.
+
+    Returns:
+        Outputs like ``v``, ``(1, t, h, p)``.
+
+    Raises:
+        BackendUnsupported: States inside prompts are wanted.
+    """
+    op = "kimi_delta_extend"
+    if return_intermediate_states:
+        raise BackendUnsupported(f"{op}: states inside prompts are not computed.")
+    slots = Slots.of(op, len(query_start_loc) - 1, len(ssm_states), -1, cache_indices=cache_indices)
+    assert slots is not None
+    o, after = fla.chunk_kda(
+        q, k, v, g, beta, initial_state=slots.read(ssm_states), output_final_state=True, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=A_log is not None, use_beta_sigmoid_in_kernel=beta_is_raw, lower_bound=lower_bound,
+        state_v_first=True, cu_seqlens=query_start_loc, A_log=A_log, dt_bias=dt_bias,
+    )  # fmt: skip
+    assert after is not None
+    slots.write(ssm_states, after)
+    return o
+
+
+def kimi_delta_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    lower_bound: float | None = None,
+) -> Tensor:
+    """Decode of Kimi delta attention layers, as `gated_delta_decode`, with gates ``a`` per key, h n of them a token."""
+    count, heads, keys = len(query_start_loc) - 1, v.shape[2], k.shape[3]
+    gates = {"a": a.reshape(count, heads, keys), "b": b.reshape(count, heads)}
+    return gated_delta_decode(
+        q, k, v, **gates, A_log=A_log.flatten(), dt_bias=dt_bias.reshape(heads, keys), ssm_states=ssm_states,
+        cache_indices=cache_indices, query_start_loc=query_start_loc, lower_bound=lower_bound,
+    )  # fmt: skip

@@ -47,18 +47,27 @@ def log(engine: str) -> logging.Logger:
 def differs(theirs: Kernel, ours: Kernel) -> str | None:
     """Return how an engine's function differs from what an adapter knows; None if calls mean the same.
 
-    A function of an older engine may lack the adapter's last parameters.
+    A function of an older engine may lack the adapter's last parameters. It may have a default where the adapter has
+    none, but no other default.
     """
-    there, here = (_names(f) for f in (theirs, ours))
-    if there == here[: len(there)]:
-        return None
+    there, here = (_parameters(f) for f in (theirs, ours))
     new = [name for name in there if name not in here]
-    return f"unknown parameters {', '.join(new)}" if new else f"other parameters: {', '.join(there)}"
+    if new:
+        return f"unknown parameters {', '.join(new)}"
+    if list(there) != list(here)[: len(there)]:
+        return f"other parameters: {', '.join(there)}"
+    for name, one in there.items():
+        if here[name].kind is one.KEYWORD_ONLY is not one.kind:
+            return f"{name} by position"
+        if one.default != here[name].default and inspect.Parameter.empty not in (one.default, here[name].default):
+            return f"the default {name}={one.default}"
+    needed = [name for name in list(here)[len(there) :] if here[name].default is inspect.Parameter.empty]
+    return f"no {', '.join(needed)}" if needed else None
 
 
-def _names(kernel: Kernel) -> list[str]:
+def _parameters(kernel: Kernel) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(kernel).parameters.values()
-    return [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+    return {p.name: p for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD}
 
 
 def either(engine: str, part: str, ours: Kernel, theirs: Kernel, /, *args: Any, **kw: Any) -> Any:

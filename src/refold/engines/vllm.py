@@ -44,15 +44,15 @@ def register() -> None:
                 continue
             why = doors.differs(theirs, ours)
             new = why is None and _replace(part, module, path, functools.partial(doors.either, ENGINE, part, ours))
-        except (ImportError, AttributeError) as error:
-            why, new = str(error), False
+        except Exception as error:  # another version: vLLM goes on with its own kernel
+            why, new = f"{type(error).__name__}: {error}", False
         if why is not None:
             log.warning("refold: %s of vllm %s is kept: %s", path, version, why)
         elif new:
             log.info("refold: %s of vllm %s is replaced by refold.engines.adapters.%s", path, version, adapter)
 
 
-def _replace(part: str, module: Any, path: str, either: Callable[..., Any]) -> bool:
+def _replace(part: str, module: Any, path: str, either: functools.partial[Any]) -> bool:
     """Put an adapter in its place; ``either(theirs, *args)`` calls it. Return whether it was not there before."""
     if part == "state_update":
         return _update_backends(module, either)
@@ -64,7 +64,10 @@ def _replace(part: str, module: Any, path: str, either: Callable[..., Any]) -> b
 
 def _update_backends(module: Any, either: Callable[..., Any]) -> bool:
     backends = module._BACKEND_REGISTRY
-    new = [key for key in backends if key.name in ("TRITON", "CPU") and not hasattr(backends[key], "refold_ours")]
+    ours = [key for key in backends if getattr(key, "name", key) in ("TRITON", "CPU", "triton", "cpu")]
+    if not ours:
+        raise KeyError(f"the table of backends has no TRITON; it has {', '.join(map(str, backends))}")
+    new = [key for key in ours if not hasattr(backends[key], "refold_ours")]
     for key in new:
         backends[key] = _update_backend(backends[key], either)
     return bool(new)
@@ -74,11 +77,12 @@ def _update_backend(base: type, either: Callable[..., Any]) -> type:
     class RefoldSSUBackend(base):  # type: ignore[misc]
         refold_ours = True
 
-        def __init__(self, mamba_config: Any) -> None:
-            super().__init__(mamba_config)
+        def __init__(self, *args: Any, **kw: Any) -> None:
+            super().__init__(*args, **kw)
             self.refold_kernel = functools.partial(either, super().__call__)
-            if mamba_config.enable_stochastic_rounding:
-                doors.kept(ENGINE, "state_update", "states are rounded at random")
+            config = next(iter((*args, *kw.values())), None)
+            if getattr(config, "enable_stochastic_rounding", True):
+                doors.kept(ENGINE, "state_update", "states are rounded at random, or that is not known")
                 self.refold_kernel = super().__call__
 
         @property
@@ -91,16 +95,25 @@ def _update_backend(base: type, either: Callable[..., Any]) -> type:
     return RefoldSSUBackend
 
 
-def _custom_op(module: Any, either: Callable[..., Any]) -> bool:
+def _custom_op(module: Any, either: functools.partial[Any]) -> bool:
     ops = importlib.import_module("vllm.model_executor.custom_op")
     name = module.ChunkGatedDeltaRule.__name__
-    if name in ops.op_registry_oot:
-        return False
+    if (there := ops.op_registry_oot.get(name)) is not None:
+        if hasattr(there, "refold_ours"):
+            return False
+        raise KeyError(f"{there.__module__} has replaced it before")
 
     class RefoldChunkGatedDeltaRule(module.ChunkGatedDeltaRule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()  # chooses the kernel that runs what the adapter does not compute
-            self._forward_method = functools.partial(either, self._forward_method)  # type: ignore[has-type]
+        refold_ours = True
+
+        def __init__(self, *args: Any, **kw: Any) -> None:
+            super().__init__(*args, **kw)  # chooses the kernel that runs what the adapter does not compute
+            theirs = getattr(self, "_forward_method", None)
+            why = "there is no _forward_method" if theirs is None else doors.differs(theirs, either.args[-1])
+            if why is None:
+                self._forward_method = functools.partial(either, theirs)
+            else:
+                doors.kept(ENGINE, "gated_delta_rule", why)
 
     ops.CustomOp.register_oot(name=name)(RefoldChunkGatedDeltaRule)
     return True

@@ -83,6 +83,26 @@ def test_prefill_of_mamba2_writes_outputs_and_slots(initial):
 
 
 @pytest.mark.parametrize("initial", [False, True])
+def test_prefill_of_mamba2_with_a_batch_axis_returns_the_states_of_prompts(initial):
+    tokens, rest = mamba2(11)
+    before, out = rand(4, h, p, n) if initial else None, torch.empty(1, 11, h, p, dtype=torch.float64)
+    wanted = {"return_varlen_states": True, "return_track_states": True}
+    given = {**{k: v[None] for k, v in tokens.items()}, **rest, "chunk_size": 4, "out": out, "cu_seqlens": OFFSETS}
+    inside, states, tracked = adapters.chunk_scan_packed(**given, **wanted, initial_states=before)
+    assert inside is tracked is None
+    for row, (start, end) in enumerate(spans()):
+        state = before[row] if initial else torch.zeros(h, p, n, dtype=torch.float64)
+        if end > start:
+            y, state = run(ssd, part(tokens, start, end), state, **rest)
+            close(out[0, start:end], y)
+        close(states[row], state)
+    at = torch.tensor([2])
+    for other in ({}, {**wanted, "track_end_locs": at, "track_seq_idx": at}, {**wanted, "return_final_states": True}):
+        with pytest.raises(BackendUnsupported):
+            adapters.chunk_scan_packed(**given, **other)
+
+
+@pytest.mark.parametrize("initial", [False, True])
 def test_prefill_of_mamba2_returns_the_states_after_chunks(initial):
     tokens, rest = mamba2(11)
     rest["dt_limit"] = (0.2, 0.9)
@@ -198,6 +218,23 @@ def test_decode_of_packed_tokens_without_counts_writes_the_last_state():
     close(states, expected)
 
 
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_decode_without_destinations_has_negative_padding(kind):
+    tokens, rest, wide, given, reference, shape = decoded(kind, 3)
+    states, slots = pool(9, *shape), torch.tensor([5, -1, 0], dtype=torch.int32)
+    old, expected, out = states.clone(), states.clone(), torch.empty_like(tokens["x"])
+    call = {**wide, **given, "state_batch_indices": slots, "out": out}
+    with pytest.raises(BackendUnsupported, match="drafts"):
+        adapters.slot_update(states, **call, disable_state_update=True)
+    assert torch.equal(states, old)
+    adapters.slot_update(states, **call)
+    for row in (0, 2):
+        y, state = run(reference, part(tokens, row, row + 1), old[slots[row]], **rest)
+        close(out[row], y[0])
+        expected[slots[row]] = state
+    close(states, expected)
+
+
 def gated(t):
     tokens = {"q": rand(t, g, n), "k": rand(t, g, n), "v": rand(t, h, p)}
     return {**tokens, "g": -rand(t, h).exp(), "beta": rand(t, h).sigmoid()}
@@ -254,6 +291,52 @@ def test_decode_of_the_gated_delta_rule_uses_slots():
     close(states, expected)
     with pytest.raises(BackendUnsupported, match="one token a sequence"):
         adapters.gated_delta_decode(**heads, a=a, b=b, **more, query_start_loc=torch.tensor([0, 3]))
+
+
+def kimi(t, bound):
+    """Tokens with a key's own decays; the gates that these come from."""
+    tokens = {name: rand(t, h, p if name == "v" else n) for name in "qkv"}
+    gates = {"g": rand(t, h, n), "beta": rand(t, h), "A_log": rand(h), "dt_bias": rand(h * n)}
+    x, rate = gates["g"] + gates["dt_bias"].view(h, n), gates["A_log"].exp()[:, None]
+    decay = -rate * F.softplus(x) if bound is None else bound * (rate * x).sigmoid()
+    return {**tokens, "g": decay, "beta": gates["beta"].sigmoid()}, gates
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("raw", [False, True])
+def test_extend_of_kimi_delta_attention_uses_slots(bound, raw):
+    tokens, gates = kimi(11, bound)
+    states, slots = pool(9, h, p, n), torch.tensor([5, 2, -1, 1])
+    old, expected = states.clone(), states.clone()
+    given = {**tokens, **({"g": gates["g"], "beta": gates["beta"]} if raw else {})}
+    rest = {"A_log": gates["A_log"], "dt_bias": gates["dt_bias"], "lower_bound": bound, "beta_is_raw": True}
+    places = {"ssm_states": states, "cache_indices": slots, "query_start_loc": OFFSETS}
+    o = adapters.kimi_delta_extend(**{k: v[None] for k, v in given.items()}, **places, **(rest if raw else {}))
+    for row in (0, 3):
+        start, end = spans()[row]
+        y, after = run(delta, part(tokens, start, end), old[slots[row]].mT, normalize=True)
+        close(o[0, start:end], y)
+        expected[slots[row]] = after.mT
+    close(states, expected)
+    with pytest.raises(BackendUnsupported, match="inside prompts"):
+        adapters.kimi_delta_extend(*(v[None] for v in given.values()), **places, return_intermediate_states=True)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_decode_of_kimi_delta_attention_uses_slots(bound):
+    tokens, gates = kimi(3, bound)
+    states, slots = pool(9, h, p, n), torch.tensor([5, -1, 7])
+    old, expected = states.clone(), states.clone()
+    o = adapters.kimi_delta_decode(
+        *(tokens[name][None] for name in "qkv"), a=gates["g"].flatten(1), b=gates["beta"][None],
+        A_log=gates["A_log"].view(1, 1, h, 1), dt_bias=gates["dt_bias"], lower_bound=bound, ssm_states=states,
+        cache_indices=slots, query_start_loc=torch.arange(4),
+    )  # fmt: skip
+    for row in (0, 2):
+        y, after = run(delta, part(tokens, row, row + 1), old[slots[row]].mT, normalize=True)
+        close(o[0, row], y[0])
+        expected[slots[row]] = after.mT
+    close(states, expected)
 
 
 def test_sixteen_bit_tokens_and_states_keep_their_dtypes():

@@ -18,7 +18,8 @@ def test_versions_that_were_compared_are_those_that_were_recorded():
 
 def test_switches_are_those_of_the_plugins():
     assert REPLACED["vllm"] == f"{vllm.SWITCH}=1 replaces {', '.join(vllm.PARTS)}"
-    assert all(part in REPLACED["sglang"] for part in (sglang.NAME, *sglang.PARTS))
+    layers = (door.layers for door in sglang.DOORS)
+    assert all(part in REPLACED["sglang"] for part in (sglang.NAME, *sglang.PHASES, *layers, "Mamba-2"))
     assert all(text.split(" replaces ")[0] in PAGE for text in REPLACED.values())
     assert all(f"`{part}`" in PAGE for part in vllm.PARTS)
     assert all(version in PAGE for versions in COMPARED.values() for version in versions)

@@ -51,20 +51,20 @@ class ChunkGatedDeltaRule(CustomOp):
 
 @pytest.fixture
 def install(engine):
-    def write(version="0.33.0", changed=()):
+    def write(version="0.33.0", changed=(), renamed=()):
         rows = recorded("vllm", version) | dict(changed)
         of = {place.split(":")[0]: parameters for place, parameters in rows.items()}
         function = 'inf = float("inf")\ndef {}({}):\n    return "engine"\n'
-        engine(
-            "vllm", version,
-            {
-                "vllm.model_executor.custom_op": CUSTOM_OP,
-                f"{vllm.LAYERS}.mamba_mixer2": function.format("mamba_chunk_scan_combined_varlen", of["mamba_mixer2"]),
-                f"{vllm.LAYERS}.mamba_mixer": function.format("selective_scan_fn", of["mamba_mixer"]),
-                f"{vllm.LAYERS}.ops.ssu_dispatch": BACKENDS.format(of["ops.ssu_dispatch"]),
-                f"{vllm.LAYERS}.gdn.qwen_gdn_linear_attn": GDN.format(of["gdn.qwen_gdn_linear_attn"]),
-            },
-        )  # fmt: skip
+        modules = {
+            "vllm.model_executor.custom_op": CUSTOM_OP,
+            f"{vllm.LAYERS}.mamba_mixer2": function.format("mamba_chunk_scan_combined_varlen", of["mamba_mixer2"]),
+            f"{vllm.LAYERS}.mamba_mixer": function.format("selective_scan_fn", of["mamba_mixer"]),
+            f"{vllm.LAYERS}.ops.ssu_dispatch": BACKENDS.format(of["ops.ssu_dispatch"]),
+            f"{vllm.LAYERS}.gdn.qwen_gdn_linear_attn": GDN.format(of["gdn.qwen_gdn_linear_attn"]),
+        }
+        for old, new in dict(renamed).items():
+            modules = {name: source.replace(old, new) for name, source in modules.items()}
+        engine("vllm", version, modules)
 
     return write
 
@@ -175,6 +175,70 @@ def test_a_renamed_function_or_table_is_said(install, switch, caplog):
     lines = [record.getMessage() for record in caplog.records]
     kept = [line.split(" of ")[0].removeprefix("refold: ") for line in lines]
     assert kept == ["selective_scan_fn", "TritonSSUBackend.__call__"]
+
+
+CHANGES = {
+    "TRITON, FLASHINFER, CPU =": ("TRITON_SSU, FLASHINFER, HOST =", "state_update", "has no TRITON"),
+    "op_registry_oot": ("ops_from_outside", "gated_delta_rule", "op_registry_oot"),
+    "def register_oot(cls, name)": ("def register_oot(cls, *, key)", "gated_delta_rule", "unexpected keyword"),
+    "self._forward_method = self.forward_cuda": ("self.method = self.forward_cuda", "gated_delta_rule", "no _forward"),
+    "null_block_id=0": ("null_block_id=-1", "state_update", "the default null_block_id=-1"),
+    "def __init__(self, mamba_config):": ("def __init__(self, mamba_config, layer=None):", None, ""),
+    "dt_softplus=False": ("*, dt_softplus=False", None, ""),
+}
+"""What another version may have in place of a line; the part that stays with vLLM, and what the log says."""
+
+
+@pytest.mark.parametrize("old", CHANGES)
+def test_another_version_never_breaks_and_is_said(install, switch, monkeypatch, caplog, old):
+    new, kept, said = CHANGES[old]
+    install(renamed={old: new, **({"self._forward_method(": "self.method("} if "self.method" in new else {})})
+    switch("1")
+    doors.kept.cache_clear()
+    stubs(monkeypatch, lambda: "refold")
+    vllm.register()
+    backends = module("ops.ssu_dispatch")
+    made = next(iter(backends._BACKEND_REGISTRY.values()))
+    found = {
+        "ssd": module("mamba_mixer2").mamba_chunk_scan_combined_varlen(*range(11)),
+        "state_update": made(Config)(*range(8)),
+        "gated_delta_rule": module("gdn.qwen_gdn_linear_attn").ChunkGatedDeltaRule().forward(*range(7)),
+    }
+    if kept is not None:
+        assert found.pop(kept) == "engine"
+        assert said in caplog.text
+    assert set(found.values()) == {"refold"}
+
+
+def test_a_configuration_without_the_flag_of_rounding_stays(install, switch, monkeypatch, caplog):
+    install()
+    switch("1")
+    stubs(monkeypatch, lambda: "refold")
+    doors.kept.cache_clear()
+    monkeypatch.delattr(Config, "enable_stochastic_rounding")
+    vllm.register()
+    assert calls()["state_update"] == "engine"
+    assert "or that is not known" in caplog.text
+
+
+def test_the_method_that_vllm_chooses_is_compared_too(install, switch, monkeypatch, caplog):
+    other = "def forward_new(self, surprise):\n        return 'engine'\n    def forward_cuda"
+    install(renamed={"def forward_cuda": other, "method = self.forward_cuda": "method = self.forward_new"})
+    switch("gated_delta_rule")
+    stubs(monkeypatch, lambda: "refold")
+    doors.kept.cache_clear()
+    vllm.register()
+    assert module("gdn.qwen_gdn_linear_attn").ChunkGatedDeltaRule().forward(1) == "engine"
+    assert "unknown parameters surprise" in caplog.text
+
+
+def test_what_another_plugin_replaced_stays(install, switch, caplog):
+    install()
+    switch("gated_delta_rule")
+    other = type("Other", (), {})
+    importlib.import_module("vllm.model_executor.custom_op").op_registry_oot["ChunkGatedDeltaRule"] = other
+    vllm.register()
+    assert "has replaced it before" in caplog.text
 
 
 def test_what_an_adapter_does_not_compute_stays_with_the_engine(install, switch, monkeypatch, caplog):
