@@ -508,6 +508,18 @@ def generate() -> str:
     })  # fmt: skip
 
 
+def engines() -> str:
+    """Return the table of calls of serving engines: a line per layer, phase and size, a column per program."""
+    return table(stored(RESULTS, "nvidia-h100-80gb-hbm3", "engines"), {
+        "layer, phase": key("case"),
+        "rows x tokens": lambda row: f"{row['batch']} x {row['tokens']}",
+        "refold": time("refold"),
+        "refold, SGLang's call": time("refold, sglang"),
+        "vLLM's Triton": time("vllm"),
+        "SGLang's Triton": time("sglang"),
+    })  # fmt: skip
+
+
 def scale() -> str:
     """Return the table of sequences that ranks share: a line per operator, pass and tokens of a rank."""
     rows = stored(RESULTS, "nvidia-h100-80gb-hbm3", "scale")
@@ -560,7 +572,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
     "prefill": generation("prefill"), "generate": generate, "generation": generation("generation"),
-    "ssd_jax": ssd_jax, "scale": scale,
+    "ssd_jax": ssd_jax, "scale": scale, "engines": engines,
     "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),
 }  # fmt: skip
 

@@ -290,7 +290,7 @@ def test_progress_says_what_runs_and_of_how_many(toy):
     ("suite", "count"),
     [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2),
      ("training", 3), ("ssd-jax", 1), ("recurrences", 104), ("models", 11), ("generation-cpu", 3),
-     ("generation-torch-cpu", 2)],
+     ("generation-torch-cpu", 2), ("engines", 29)],
 )  # fmt: skip
 def test_measurements_are_counted_without_being_made(suite, count):
     options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
@@ -350,6 +350,7 @@ def test_the_options_of_what_is_stored_are_in_their_ranges():
         ("kernelbench", "levels", "level9", "Give one of level1"),
         ("generation", "models", "9B", "Give one of 130M"),
         ("decode", "states", "int8", "Give one of float32"),
+        ("engines", "model", "gpt", "Give one of nemotron-h-8b"),
     ],
 )
 def test_an_unknown_name_is_refused_before_anything_is_measured(suite, option, text, said):

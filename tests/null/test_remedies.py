@@ -112,7 +112,7 @@ def test_options_and_commands_exist():
     assert {one for one in told if one[1] not in commands} == set()
 
 
-FOREIGN = {"--xla", "--linear-attn-backend", "--linear-attn-prefill-backend", "--override"}
+FOREIGN = {"--xla", "--linear-attn-backend", "--mamba-radix-cache-strategy", "--override"}
 """Options of other programs."""
 
 

@@ -115,6 +115,7 @@ SUITES = {
         Suite("published", "published", "published"),
         Suite("scale", "scale", "scale", measures=("ops",)),
         Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu", device="cpu", measures=_TORCH),
+        Suite("engines", "engines", "engines", measures=("ops", "compat", "engines")),
     )
 }
 
@@ -122,7 +123,7 @@ SUITES = {
 GPU: tuple[tuple[str, dict[str, str]], ...] = (
     *((name, {}) for name in OPERATOR_SUITES),
     ("training", {}), ("granite-layer", {}), ("chunked-scan", {}), ("decode", {}), ("prefill", {}), ("generate", {}),
-    ("linear-attention", {}), ("linear-attention", {"grad": "true"}), ("fusion-example", {}),
+    ("linear-attention", {}), ("linear-attention", {"grad": "true"}), ("fusion-example", {}), ("engines", {}),
     ("scale", {"ranks": "1"}), ("models", {"device": "cuda", "dtype": "bfloat16", "width": "0", "tokens": "2048"}),
     ("recurrences", {"device": "cuda"}), ("recurrences", {"device": "cuda", "grad": "true"}),
     ("kernelbench", {"device": "cuda"}), ("ssd-jax", {}), ("generation", {}),
