@@ -365,24 +365,24 @@ def gradient(name: str, factor: float) -> Patch:
 
 def interleaved_groups(patch: pytest.MonkeyPatch) -> None:
     """Head i reads group i % g."""
-    take = right._Scan.take
+    take = right.Scan.take
 
     def wrong(self: Any, array: Tensor, low: int, high: int) -> Tensor:
         part = take(self, array, low, high)
         return part if part.shape[3] == 1 else part.transpose(2, 3).reshape(part.shape)
 
-    patch.setattr(right._Scan, "take", wrong)
+    patch.setattr(right.Scan, "take", wrong)
 
 
 def first_state(patch: pytest.MonkeyPatch) -> None:
     """States run on from one sequence of a pack into the next."""
-    passed = right._Scan.pass_states
+    passed = right.Scan.pass_states
 
     def run_on(self: Any, block: Any, low: int, state: Any, final: Tensor) -> Any:
         self.chunks.begins = {0: self.chunks.begins[0]} if 0 in self.chunks.begins else {}
         return passed(self, block, low, state, final)
 
-    patch.setattr(right._Scan, "pass_states", run_on)
+    patch.setattr(right.Scan, "pass_states", run_on)
 
 
 def unfinished(name: str) -> Patch:

@@ -63,7 +63,7 @@ def delta_rule(
     return y, final
 
 
-def _results(scan: _Scan, careful: bool) -> tuple[Tensor, Tensor]:
+def _results(scan: Scan, careful: bool) -> tuple[Tensor, Tensor]:
     """Compute y and the final states; ``careful``: of inputs that may not be finite."""
     clean, spoiled_y, spoiled_final = scan, None, None
     if careful:
@@ -99,7 +99,7 @@ def delta_rule_backward(
     return grads
 
 
-def _gradients(scan: _Scan, dy: Tensor, dstate: Tensor | None, careful: bool) -> dict[str, Tensor]:
+def _gradients(scan: Scan, dy: Tensor, dstate: Tensor | None, careful: bool) -> dict[str, Tensor]:
     """Compute the gradients of the operands of the recurrence; that of ``g`` is one of the log decay."""
     clean, spoiled = scan, None
     if careful:
@@ -203,11 +203,11 @@ def _scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, r: Tensor | None, A_log: Tensor | None,
     dt_bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float | None,
     normalize: bool, lower_bound: float | None, beta_limit: float | None, erase: bool, chunk_size: int | None,
-) -> _Scan:  # fmt: skip
+) -> Scan:  # fmt: skip
     """Compute what comes before the recurrence, and cut the tokens into chunks of a power of two."""
     batch, seqlen = v.shape[:2]
     length = 1 << (min(chunk_size or CHUNK_SIZE, seqlen) - 1).bit_length()
-    return _Scan(
+    return Scan(
         q=normalized(q) if normalize else q,
         k=normalized(k) if normalize else k,
         v=v,
@@ -222,7 +222,7 @@ def _scan(
 
 
 @dataclass
-class _Scan:
+class Scan:
     """The operands of one recurrence, how they are cut, and how states travel from chunk to chunk."""
 
     q: Tensor  # (b, t, g, n)
@@ -277,7 +277,7 @@ class _Scan:
         q, k, v = (~torch.isfinite(a) for a in (self.q, self.k, self.v))
         return Bad(q, k, bad(self.r), v, bad(self.beta), g, bad(self.initial), self.erase, bad(dy), bad(dfinal))
 
-    def without(self, bad: Bad) -> _Scan:
+    def without(self, bad: Bad) -> Scan:
         """Copy the scan with finite operands."""
         clean = copy(self)
         clean.q, clean.k, clean.v = (zeros_for_bad(a) for a in (self.q, self.k, self.v))
@@ -375,7 +375,7 @@ class _Block:
             self.overlaps = self.pairs.products(r, k)  # M
             self.inverse = unit_lower_inverse(beta * self.overlaps)
             self.solve = self.inverse * beta.mT
-            self.U = torch.empty_like(self.v)  # `_Scan.pass_states` fills it
+            self.U = torch.empty_like(self.v)  # `Scan.pass_states` fills it
         else:
             self.U = self.v * beta
 

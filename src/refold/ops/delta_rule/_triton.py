@@ -1,5 +1,6 @@
-"""The delta rule on GPUs with Triton: forward and one step. Gradients are those of `_torch`, on the GPU."""
+"""The delta rule on GPUs with Triton: forward, one step, and gradients."""
 
+from refold.ops.delta_rule._triton_backward import delta_rule_backward as delta_rule_backward
 from refold.ops.delta_rule._triton_forward import delta_rule as delta_rule
 from refold.ops.delta_rule._triton_forward import delta_rule_step as delta_rule_step
 from refold.ops.delta_rule._triton_forward import delta_rule_step_ as delta_rule_step_

@@ -143,16 +143,20 @@ class Chunks:
             self.prepare = Launch(kernels._delta_prepare_kernel, (nslots, nheads), consts, options)
             self.ints = (*sizes, scale, lower, limit, *tiles, *strides(g, 3), *strides(beta, 3))
 
-    def __call__(self, stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens) -> tuple[Any, ...]:
-        """Return what `chain` reads: queries, read keys, keys, T, P, rows, decays."""
+    def __call__(self, stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens, *more) -> tuple[Any, ...]:
+        """Return what `chain` reads: queries, read keys, keys, T, P, rows, decays; and the sums of decays per key.
+
+        ``more`` are two arrays that get what a backward reads, see `_delta_prepare_kernel`.
+        """
+        more = more or (None, None)
         T, P, rows = self.new_T(), self.new_T(), self.new_rows()
         if not self.keyed:
-            self.prepare(stream, q, k, r, g, beta, A_log, dt_bias, cu_seqlens, T, P, rows, *self.ints)
-            return q, r, k, T, P, rows, None
+            self.prepare(stream, q, k, r, g, beta, A_log, dt_bias, cu_seqlens, T, P, rows, *more, *self.ints)
+            return q, r, k, T, P, rows, None, None
         c, Q, R, K, decay = self.new_c(), self.new_tiles(), self.new_tiles(), self.new_tiles(), self.new_decay()
         self.decay(stream, g, A_log, dt_bias, cu_seqlens, c, rows, *self.decay_ints)
-        self.prepare(stream, q, k, r, c, beta, cu_seqlens, T, P, rows, Q, R, K, decay, *self.ints)
-        return Q, R, K, T, P, rows, decay
+        self.prepare(stream, q, k, r, c, beta, cu_seqlens, T, P, rows, Q, R, K, decay, *more, *self.ints)
+        return Q, R, K, T, P, rows, decay, c
 
 
 class Forward:
@@ -247,7 +251,7 @@ class Forward:
     def __call__(self, q, k, v, g, beta, r, A_log, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch."""
         stream = current_stream(v.device)
-        q, r, k, T, P, rows, decay = self.chunks(stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens)
+        q, r, k, T, P, rows, decay, _ = self.chunks(stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens)
         r = None if self.hopper and not self.erase else r
         y, final, before = self.new_y(), self.new_final(), None
         if self.nsegments > 1:
@@ -256,12 +260,14 @@ class Forward:
                 self.state(stream, None, r, k, v, T, None, None, rows, decay, None, None, cu_seqlens, None, None, after,
                            *self.ints)  # fmt: skip
             else:
-                self.state(stream, q, r, k, v, T, P, rows, decay, None, None, cu_seqlens, y, final, after, *self.ints)
+                self.state(stream, q, r, k, v, T, P, rows, decay, None, None, cu_seqlens, y, final, after, None, None,
+                           *self.ints)  # fmt: skip
             self.pass_(stream, after, initial, before, *self.pass_ints)
         if self.hopper:
             self.scan(stream, q, r, k, v, T, P, y, rows, decay, initial, before, cu_seqlens, y, final, None, *self.ints)
         else:
-            self.scan(stream, q, r, k, v, T, P, rows, decay, initial, before, cu_seqlens, y, final, None, *self.ints)
+            self.scan(stream, q, r, k, v, T, P, rows, decay, initial, before, cu_seqlens, y, final, None, None, None,
+                      *self.ints)  # fmt: skip
         return y, final
 
 

@@ -151,7 +151,7 @@ def row_norm(tile, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
-def _diagonal(square):
+def diagonal(square):
     """Return the diagonal of a square."""
     offs = tl.arange(0, square.shape[0])
     return tl.sum(tl.where(offs[:, None] == offs[None, :], square, 0.0), axis=1)
@@ -170,8 +170,17 @@ def _load_beta(beta_ptr, at, inside, beta_limit, BETA: tl.constexpr):
 
 
 @triton.jit
+def _store_more(more_ptr, row, offs_t, beta, q_factor, k_factor, CHUNK: tl.constexpr):
+    """Store what a backward needs besides: strengths, and what queries and keys are multiplied by."""
+    rows = more_ptr + row * (5 * CHUNK) + offs_t
+    tl.store(rows, beta)
+    tl.store(rows + CHUNK, q_factor)
+    tl.store(rows + 2 * CHUNK, k_factor)
+
+
+@triton.jit
 def _delta_prepare_kernel(
-    q_ptr, k_ptr, r_ptr, g_ptr, beta_ptr, A_ptr, bias_ptr, cu_seqlens_ptr, T_ptr, P_ptr, rows_ptr,
+    q_ptr, k_ptr, r_ptr, g_ptr, beta_ptr, A_ptr, bias_ptr, cu_seqlens_ptr, T_ptr, P_ptr, rows_ptr, X_ptr, more_ptr,
     seqlen, nchunks, nseqs, nheads, ngroups, nkeys, scale, lower, beta_limit,
     stride_q_b, stride_q_t, stride_q_g, stride_k_b, stride_k_t, stride_k_g, stride_r_b, stride_r_t, stride_r_h,
     stride_g_b, stride_g_t, stride_g_h, stride_beta_b, stride_beta_t, stride_beta_h,
@@ -237,15 +246,15 @@ def _delta_prepare_kernel(
     T = tl.where(offs_t[:, None] == offs_t[None, :], 1.0, 0.0)
     L = dot(k, keys, None, PRECISION)
     if ERASE:  # else what is not finite in a key stays in its row of the state
-        mark += _diagonal(L) * 0.0
+        mark += diagonal(L) * 0.0
     if NORMALIZE:
-        k_factor = 1.0 / tl.sqrt(_diagonal(L) + NORM_EPS)
-        q_factor *= 1.0 / tl.sqrt(_diagonal(dot(q, tl.trans(q), None, PRECISION)) + NORM_EPS)
+        k_factor = 1.0 / tl.sqrt(diagonal(L) + NORM_EPS)
+        q_factor *= 1.0 / tl.sqrt(diagonal(dot(q, tl.trans(q), None, PRECISION)) + NORM_EPS)
     r_factor = k_factor
     if r_ptr is not None:
         r_factor = tl.full((CHUNK,), 1.0, tl.float32)
         L = dot(r, keys, None, PRECISION)
-        mark += _diagonal(L) * 0.0
+        mark += diagonal(L) * 0.0
     P = dot(q, keys, None, PRECISION) * q_factor[:, None] * (grown * k_factor[None, :])
     tl.store(P_ptr + square, tl.where(causal, P, 0.0).to(P_ptr.dtype.element_ty))
     if ERASE:
@@ -253,6 +262,8 @@ def _delta_prepare_kernel(
         # Where keys are not finite, all is NaN from there on: `mark` says so.
         L = tl.where((offs_t[:, None] > offs_t[None, :]) & (tl.abs(L) < float("inf")), L, 0.0)
         T = _inverse(L, CHUNK, LEVELS, INVERSE)
+    if X_ptr is not None:
+        tl.store(X_ptr + square, T.to(X_ptr.dtype.element_ty))
     T *= beta[None, :]
     tl.store(T_ptr + square, T.to(T_ptr.dtype.element_ty))
     rows = rows_ptr + row * (4 * CHUNK) + offs_t
@@ -262,6 +273,10 @@ def _delta_prepare_kernel(
     tl.store(rows + CHUNK, from_start * q_factor)
     tl.store(rows + 2 * CHUNK, exp2((total - c).to(tl.float32)) * k_factor)
     tl.store(rows + 3 * CHUNK, offs_t * 0.0 + exp2(total.to(tl.float32)))
+    if more_ptr is not None:
+        _store_more(more_ptr, row, offs_t, beta, q_factor, k_factor, CHUNK)
+        tl.store(more_ptr + row * (5 * CHUNK) + 3 * CHUNK + offs_t, high)
+        tl.store(more_ptr + row * (5 * CHUNK) + 4 * CHUNK + offs_t, low)
 
 
 @triton.jit
@@ -301,6 +316,7 @@ def _delta_decay_kernel(
 @triton.jit
 def _delta_prepare_keyed_kernel(
     q_ptr, k_ptr, r_ptr, c_ptr, beta_ptr, cu_seqlens_ptr, T_ptr, P_ptr, rows_ptr, Q_ptr, R_ptr, K_ptr, decay_ptr,
+    X_ptr, more_ptr,
     seqlen, nchunks, nseqs, nheads, ngroups, nkeys, scale, beta_limit,
     stride_q_b, stride_q_t, stride_q_g, stride_k_b, stride_k_t, stride_k_g, stride_r_b, stride_r_t, stride_r_h,
     stride_beta_b, stride_beta_t, stride_beta_h,
@@ -334,8 +350,9 @@ def _delta_prepare_keyed_kernel(
     at = batch * stride_beta_b + (start + offs_t) * stride_beta_t + pid_h * stride_beta_h
     beta, bad = _load_beta(beta_ptr, at, inside, beta_limit, BETA)
     k_factor = row_norm(k, NORMALIZE)
+    q_factor = row_norm(q, NORMALIZE) * scale
     k_wide = k.to(tl.float32) * k_factor[:, None]
-    q_wide = q.to(tl.float32) * (row_norm(q, NORMALIZE) * scale)[:, None]
+    q_wide = q.to(tl.float32) * q_factor[:, None]
     r_wide = k_wide
     mark += bad + tl.load(rows_ptr + row * (4 * CHUNK) + offs_t)
     if r_ptr is not None:
@@ -374,20 +391,24 @@ def _delta_prepare_keyed_kernel(
     T = tl.where(offs_t[:, None] == offs_t[None, :], 1.0, 0.0)
     if ERASE:
         T = _inverse(L * beta[:, None], CHUNK, LEVELS, INVERSE)
-    T *= beta[None, :]
     square = row * (CHUNK * CHUNK) + offs_t[:, None] * CHUNK + offs_t[None, :]
+    if X_ptr is not None:
+        tl.store(X_ptr + square, T.to(X_ptr.dtype.element_ty))
+    T *= beta[None, :]
     tl.store(T_ptr + square, T.to(T_ptr.dtype.element_ty))
     tl.store(P_ptr + square, P.to(P_ptr.dtype.element_ty))
     rows = rows_ptr + row * (4 * CHUNK) + offs_t
     tl.store(rows, 1.0 + mark)
     tl.store(rows + CHUNK, offs_t * 0.0 + 1.0)
     tl.store(rows + 2 * CHUNK, offs_t * 0.0 + 1.0)
+    if more_ptr is not None:
+        _store_more(more_ptr, row, offs_t, beta, q_factor, k_factor, CHUNK)
 
 
 @triton.jit
 def _delta_chain_kernel(
     q_ptr, r_ptr, k_ptr, v_ptr, T_ptr, P_ptr, rows_ptr, decay_ptr, initial_ptr, before_ptr, cu_seqlens_ptr,
-    y_ptr, final_ptr, after_ptr,
+    y_ptr, final_ptr, after_ptr, states_ptr, u_ptr,
     seqlen, nchunks, nsegments, nheads, ngroups, nkeys, nvalues,
     stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
     stride_v_b, stride_v_t, stride_v_h, stride_i_s, stride_i_h, stride_i_n, stride_i_p,
@@ -475,7 +496,13 @@ def _delta_chain_kernel(
         finite = tl.abs(x) < float("inf")
         bad = tl.min(tl.where(finite, CHUNK, offs_t[None, :]), axis=1)  # first token that is not, a channel
         u = dot(tl.where(finite, x, 0.0).to(k.dtype), tl.trans(T), None, PRECISION)
-        if OUTPUT:
+        if OUTPUT and states_ptr is not None:
+            state_at = (row * nvalues + offs_p[:, None]) * nkeys + offs_n[None, :]
+            tl.store(states_ptr + state_at, narrow, mask=mask_pn)
+            u_at = (row * CHUNK + offs_t[None, :]) * nvalues + offs_p[:, None]
+            kept = tl.where(offs_t[None, :] >= bad[:, None], float("nan"), u)
+            tl.store(u_ptr + u_at, kept.to(u_ptr.dtype.element_ty), mask=mask_p[:, None])
+        elif OUTPUT:
             if KEYED:
                 q = tl.load(q_ptr + tile_at, mask=mask_n[None, :], other=0.0)
             else:

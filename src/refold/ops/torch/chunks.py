@@ -26,7 +26,7 @@ def read_offsets(op: str, cu_seqlens: Tensor, seqlen: int) -> list[int]:
 
 def line(seqlen: int, offsets: list[int] | None, device: torch.device) -> Line:
     """Describe how tokens lie in sequences: a sequence a batch row, or a pack with these offsets."""
-    token = torch.arange(seqlen, device=device)[None]
+    token = torch.arange(seqlen, dtype=torch.int32, device=device)[None]
     if offsets is None:
         return Line(torch, token, lambda a: a.amin(1), lambda a: a.amax(1), lambda a: a[:, None])
 

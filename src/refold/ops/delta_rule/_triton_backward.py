@@ -1,0 +1,236 @@
+"""The delta rule's backward pass on GPUs with Triton: plans the launches of `_triton_backward_kernels`.
+
+What comes before the recurrence is computed and differentiated by `_prologue` in torch, but for keys of length one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from refold.ops.delta_rule import _torch
+from refold.ops.delta_rule import _triton_backward_kernels as kernels
+from refold.ops.delta_rule import _triton_kernels as forward
+from refold.ops.delta_rule._prologue import log_decay, log_decay_gradient, strength, strength_gradient
+from refold.ops.delta_rule._triton_forward import Chunks, cut, precisions, strides
+from refold.ops.delta_rule.spec import SPEC
+from refold.ops.delta_rule.tables import BACKWARD
+from refold.ops.torch import chunks as torch_chunks
+from refold.ops.torch.launch import Launch, current_stream, last_contiguous, planned
+from refold.ops.torch.plans import contiguous, fresh, fresh_like
+from refold.ops.torch.pointwise import zeros_for_bad
+from refold.ops.torch.tables import device_limits, lookup
+
+
+@planned(
+    SPEC, backward=True, dy=last_contiguous, dstate=contiguous, q=last_contiguous, k=last_contiguous,
+    v=last_contiguous, r=last_contiguous, A_log=contiguous, cu_seqlens=contiguous,
+)  # fmt: skip
+def delta_rule_backward(
+    *, lower_bound: float | None, beta_limit: float | None, normalize: bool, erase: bool, **options: Any
+) -> Callable[..., dict[str, torch.Tensor]]:
+    """Plan the gradients of `refold.ops.delta_rule`; ``config`` overrides entries of the configuration table.
+
+    The kernels get finite operands: `nonfinite` says which gradients are not finite, without a look at values on the
+    host.
+    """
+    if options["g"] is not None and options["g"].ndim == 4:
+        table = lookup(BACKWARD, options["v"].device, options["v"].dtype) | (options.get("config") or {})
+        if not table["keyed"]:
+            return _of_torch(lower_bound=lower_bound, beta_limit=beta_limit, normalize=normalize, erase=erase,
+                             scale=options["scale"], chunk_size=options["chunk_size"])  # fmt: skip
+    more = {name: options.get(name) for name in ("scale", "chunk_size", "config")}
+    plan: Backward | None = None
+
+    def run(dy, dstate, q, k, v, g, beta, r, A_log, dt_bias, initial, cu_seqlens):
+        nonlocal plan
+        dy = torch.zeros_like(v) if dy is None else dy  # the final state alone was read
+        log = None if g is None else log_decay(g, A_log, dt_bias, lower_bound)
+        chunks = torch_chunks.Chunks("delta_rule", v.shape[1], v.shape[0], max(1, v.shape[1]), cu_seqlens)
+        scan = _torch.Scan(
+            q, k, v, r, None if beta is None else strength(beta, beta_limit), log, initial, erase, 1.0, chunks
+        )
+        bad = scan.bad(dy, dstate)
+        rows = {name: getattr(bad, name).any(-1, keepdim=True) for name in ("q", "k")}
+        if normalize:  # one bad element spoils its vector
+            bad.q, bad.k = rows["q"].expand_as(q), rows["k"].expand_as(k)
+        spoiled, clean = scan.spoiled_gradients(bad), scan.without(bad)
+        if normalize:
+            spoiled |= {name: spoiled[name].any(-1, keepdim=True) | row for name, row in rows.items()}
+        if g is not None and clean.g is not None:
+            clean.g = clean.g.view(g.shape)
+        dy, dstate = (None if a is None else zeros_for_bad(a).contiguous() for a in (dy, dstate))
+        read = (clean.q, clean.k, clean.v, clean.g, clean.beta, clean.r, clean.initial)
+        operands = [*(None if a is None else a.contiguous() for a in read), cu_seqlens]
+        if plan is None:
+            plan = Backward(dy, *operands, normalize=normalize, erase=erase, **more)
+        grads = plan(dy, dstate, *operands)
+        for name, gradient in grads.items():
+            gradient.masked_fill_(spoiled[name], math.nan)
+        if g is not None:
+            grads |= log_decay_gradient(grads.pop("g"), g, A_log, dt_bias, lower_bound)
+        if beta is not None:
+            grads["beta"] = strength_gradient(grads["beta"], beta, beta_limit)
+        return grads
+
+    return run
+
+
+def _of_torch(**options: Any) -> Callable[..., dict[str, torch.Tensor]]:
+    names = ("dy", "dstate", *(arg.name for arg in SPEC.args))
+
+    def run(*arrays):
+        return _torch.delta_rule_backward(**dict(zip(names, arrays, strict=True)), needs=frozenset(), **options)
+
+    return run
+
+
+class Backward:
+    """How one combination of shapes, strides, dtypes and options runs backward."""
+
+    def __init__(
+        self, dy, q, k, v, g, beta, r, initial_state, cu_seqlens, *, scale, normalize, erase, chunk_size, config
+    ) -> None:
+        config = lookup(BACKWARD, v.device, v.dtype) | (config or {})
+        self.chunks = chunks = Chunks(q, k, v, g, beta, r, None, None, cu_seqlens, scale, normalize, None, None, erase,
+                                      chunk_size, config)  # fmt: skip
+        self.keyed = chunks.keyed
+        batch, seqlen, nheads, nvalues = v.shape
+        ngroups, nkeys = q.shape[2:]
+        chunk, nseqs, nslots, block_n = chunks.chunk, chunks.nseqs, chunks.nslots, chunks.block_n
+        cells = nslots * nheads
+        initial = strides(initial_state, 4)
+        tiles = (*strides(q, 3), *strides(r, 3), *strides(k, 3))
+        sizes = (nheads, ngroups, nkeys, nvalues)
+        self._plan_chains(v.device, config, nseqs, sizes, erase)
+        segments = self.nsegments
+        self.state_ints = (seqlen, chunks.nchunks, segments, *sizes, *tiles, *v.stride()[:3], *initial)
+        self.chain_ints = (seqlen, chunks.nchunks, segments, *sizes, *tiles, *dy.stride()[:3])
+        self.pass_ints = (segments, nheads, nkeys, nvalues)
+        self.initial_strides = initial
+
+        block_p = max(16, min(triton.next_power_of_2(nvalues), config["pairs_p"]))
+        consts = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCKS_P": triton.cdiv(nvalues, block_p), "ERASE": erase,
+                  "VARLEN": chunks.varlen}  # fmt: skip
+        self.ints = (seqlen, chunks.nchunks, nseqs, *sizes)
+        self.strides = (*tiles, *v.stride()[:3], *dy.stride()[:3])
+        self.scale = nkeys**-0.5 if scale is None else scale
+        if chunks.keyed:
+            block = min(block_n, config["keyed_n"])
+            slices = triton.cdiv(nkeys, block)
+            precision, _ = precisions(v.dtype, chunk, block, block_p)
+            consts |= {"LEVELS": chunk.bit_length() - 1, "BLOCK_N": block, "PRECISION": precision}
+            options = {"num_warps": config["keyed_pairs_warps"], "num_stages": config["pairs_stages"]}
+            self.pairs = Launch(kernels._delta_bwd_keyed_kernel, (nslots, nheads, slices), consts, options)
+            block_t = max(1, 4096 // block_n)
+            self.finish = Launch(
+                kernels._delta_bwd_finish_kernel, (triton.cdiv(batch * seqlen, block_t), ngroups),
+                {"BLOCK_T": block_t, "BLOCK_N": block_n, "NORMALIZE": normalize}, {"num_warps": 4},
+            )  # fmt: skip
+            self.finish_ints = (batch * seqlen, seqlen, nheads, ngroups, nkeys)
+            self.new_part = fresh((batch, seqlen, nheads, nkeys), torch.float32, v.device)
+            self.new_dbeta = fresh((batch, seqlen, nheads, slices), torch.float32, v.device)
+        else:
+            precision, _ = precisions(v.dtype, chunk, block_n, block_p)
+            consts |= {"BLOCK_N": block_n, "NORMALIZE": normalize, "TWO": v.dtype == torch.float32,
+                       "PRECISION": precision}  # fmt: skip
+            self.pairs = Launch(kernels._delta_bwd_heads_kernel, (nslots, ngroups), consts,
+                                {"num_warps": config["pairs_warps"], "num_stages": config["pairs_stages"]})  # fmt: skip
+            self.new_dbeta = fresh((batch, seqlen, nheads), torch.float32, v.device)
+        self.new_dg = fresh((batch, seqlen, nheads, nkeys if chunks.keyed else 1), torch.float32, v.device)
+        self.new_more = fresh((cells * 5, chunk), torch.float32, v.device)
+        self.new_states = fresh((2, cells * nvalues, nkeys), v.dtype, v.device)
+        self.new_values = fresh((2, cells * chunk, nvalues), v.dtype, v.device)
+        self.new_dr = fresh((batch, seqlen, nheads, nkeys), v.dtype, v.device)
+        self.new = {"q": fresh_like(q), "k": fresh_like(k), "v": fresh_like(v)}
+        shape = (nseqs, nheads, nkeys, nvalues)
+        self.new_initial = None if initial_state is None else fresh(shape, torch.float32, v.device)
+
+    def _plan_chains(self, device, config: dict[str, Any], nseqs: int, sizes: tuple[int, ...], erase: bool) -> None:
+        """Plan what walks over chunks, in both directions of time."""
+        chunks = self.chunks
+        nheads, _, nkeys, nvalues = sizes
+        block_p = min(max(16, triton.next_power_of_2(nvalues)), config["block_p"])
+        while block_p > 16 and block_p * chunks.block_n > config["tile"]:
+            block_p //= 2
+        blocks, maps = triton.cdiv(nvalues, block_p), triton.cdiv(nkeys, block_p)
+        sms, _ = device_limits(device)
+        self.nsegments = segments = config.get("segments") or cut(
+            chunks.nslots // max(nseqs, 1), nseqs * nheads * blocks, sms
+        )
+        precision, _ = precisions(chunks.dtype, chunks.chunk, chunks.block_n, block_p)
+        consts = {
+            "CHUNK": chunks.chunk, "BLOCK_N": chunks.block_n, "BLOCK_P": block_p, "KEYED": chunks.keyed,
+            "ERASE": erase, "VARLEN": chunks.varlen, "PRECISION": precision, "STAGES": config["stages"],
+        }  # fmt: skip
+        options = {"num_warps": config["warps"], "num_stages": config["stages"]}
+
+        def walk(kernel: Any, programs: int, pieces: int, output: bool) -> Launch:
+            return Launch(kernel, (nheads * programs, pieces, nseqs), {**consts, "OUTPUT": output}, options)
+
+        self.maps = walk(forward._delta_chain_kernel, blocks + maps, segments, False)
+        self.states = walk(forward._delta_chain_kernel, blocks, segments, True)
+        self.own = walk(kernels._delta_bwd_chain_kernel, blocks, segments - 1, False)
+        self.chain = walk(kernels._delta_bwd_chain_kernel, blocks, segments, True)
+        half = chunks.dtype.itemsize == 2
+        consts = {"BLOCK_N": chunks.block_n, "BLOCK_P": 32,
+                  "PRECISION": "tf32" if precision == "ieee" and half else precision}  # fmt: skip
+        grid = (triton.cdiv(nvalues, 32), nheads, nseqs)
+        self.pass_ = Launch(forward._delta_pass_kernel, grid, consts, {"num_warps": 4})
+        self.pass_back = Launch(kernels._delta_bwd_pass_kernel, grid, consts, {"num_warps": 4})
+        cells = nseqs * nheads * segments
+        self.new_after = fresh((cells * (nvalues + nkeys), nkeys), torch.float32, device)
+        self.new_before = fresh((cells * nvalues, nkeys), torch.float32, device)
+
+    def __call__(
+        self, dy, dstate, q, k, v, g, beta, r, initial, cu_seqlens
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Launch."""
+        stream = current_stream(v.device)
+        X, more = self.chunks.new_T(), self.new_more()
+        q_tile, r_tile, k_tile, T, P, rows, decay, c = self.chunks(
+            stream, q, k, g, beta, r, None, None, cu_seqlens, X, more
+        )
+        entering, leaving = self.new_states()
+        u, w = self.new_values()
+        grads = {name: make() for name, make in self.new.items()}
+        dinitial = None if self.new_initial is None else self.new_initial()
+        before = before_back = None
+        if self.nsegments > 1:
+            after, own, before, before_back = self.new_after(), self.new_before(), self.new_before(), self.new_before()
+            self.maps(stream, q_tile, r_tile, k_tile, v, T, P, rows, decay, None, None, cu_seqlens, None, None, after,
+                      None, None, *self.state_ints)  # fmt: skip
+            self.pass_(stream, after, initial, before, *self.pass_ints, *self.initial_strides)
+            self.own(stream, q_tile, r_tile, k_tile, dy, X, P, rows, more, decay, None, None, cu_seqlens, None, None,
+                     None, None, own, *self.chain_ints)  # fmt: skip
+            self.pass_back(stream, own, after, dstate, before_back, *self.pass_ints)
+        self.states(stream, q_tile, r_tile, k_tile, v, T, P, rows, decay, initial, before, cu_seqlens, None, None, None,
+                    entering, u, *self.state_ints)  # fmt: skip
+        self.chain(stream, q_tile, r_tile, k_tile, dy, X, P, rows, more, decay, dstate, before_back, cu_seqlens,
+                   leaving, w, grads["v"], dinitial, None, *self.chain_ints)  # fmt: skip
+        dg = None if g is None else self.new_dg()
+        dbeta = None if beta is None else self.new_dbeta()
+        dr = None if r is None else self.new_dr()
+        if self.keyed:
+            dq_part, dk_part = self.new_part(), self.new_part()
+            self.pairs(stream, q, r, k, v, dy, c, more, entering, leaving, u, w, cu_seqlens, dq_part, dk_part, dr, dg,
+                       dbeta, *self.ints, *self.strides)  # fmt: skip
+            self.finish(stream, dq_part, q, grads["q"], *self.finish_ints, self.scale, *q.stride()[:3])
+            self.finish(stream, dk_part, k, grads["k"], *self.finish_ints, 1.0, *k.stride()[:3])
+            dbeta = None if dbeta is None else dbeta.sum(-1)
+        else:
+            self.pairs(stream, q, r, k, v, dy, P, rows, more, entering, leaving, u, w, cu_seqlens, grads["q"],
+                       grads["k"], dr, dg, dbeta, *self.ints, self.scale, *self.strides)  # fmt: skip
+        if dr is not None:
+            grads["r"] = dr
+        if dg is not None:
+            grads["g"] = dg
+        if dbeta is not None:
+            grads["beta"] = dbeta
+        if dinitial is not None:
+            grads["initial_state"] = dinitial
+        return grads

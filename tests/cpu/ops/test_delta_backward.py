@@ -1,0 +1,47 @@
+"""Backward of the delta rule in Triton, interpreted: segments of a sequence, and keys and values in blocks."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by test_triton_interpreted, in a process of its own", allow_module_level=True)
+
+from refold.ops.delta_rule.tables import BACKWARD
+from refold.ops.spec import load
+from refold.ops.testing import check, problem
+from refold.ops.torch import tables
+
+SPEC = load("delta_rule")
+CASES = {case.name: case for case in SPEC.cases()}
+CUTS = {
+    "segments": {"keyed": 1, "segments": 3},
+    "blocks": {"keyed": 1, "segments": 1, "block_p": 16, "pairs_p": 16, "keyed_n": 16},
+}
+
+
+@pytest.fixture(params=CUTS)
+def cut(request, monkeypatch):
+    """Cut in one of these ways."""
+    monkeypatch.setitem(BACKWARD.dtypes, "float32", BACKWARD.dtypes["float32"] | CUTS[request.param])
+    tables.lookup.cache_clear()
+    yield
+    tables.lookup.cache_clear()
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("name", ["one_group", "read_keys", "linear_gated", "read_keys_per_key", "linear_per_key"])
+def test_cuts_change_nothing(name):
+    case = CASES[name]
+    sizes = case.sizes | {"b": 1, "t": 51, "h": 2, "p": 20, "n": 18}
+    check("gradients", problem(SPEC, replace(case, sizes=sizes)), "triton")
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("name", ["packed", "packed_per_key"])
+def test_cuts_of_a_pack(name):
+    case = CASES[name]
+    check("gradients", problem(SPEC, replace(case, sizes=case.sizes | {"t": 55}, lengths=(0, 5, 49, 0, 1))), "triton")
