@@ -104,7 +104,7 @@ def fusion_example(
                         programs |= {"published CUDA": published(checkout, model, made, at)}
                     except Exception as error:  # no device, no compiler, other versions: the others run
                         given["not_run"]["published CUDA"] = (
-                            f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                            f"not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
                         )
                 runs: dict[str, Callable[[], Any]] = {k: partial(program, ids) for k, program in programs.items()}
                 given |= measure(runs, at, seconds)

@@ -154,7 +154,7 @@ def judged(part: Part, row: Row) -> Row:
     """Return the row of a comparison: of a suite's row, its times, errors and reasons, and the ratios."""
     result, times = RESULTS[part.result], by_program(row)
     timed = {name: ms for name, ms in times.items() if isinstance(ms, float)}
-    others = [ms for name, ms in timed.items() if name not in (part.ours, *LIMITS)]
+    others = [ms for name, ms in timed.items() if not name.startswith("refold") and name not in LIMITS]
     reasons = {name: why for name, why in times.items() if isinstance(why, str)} | row.get("not_run", {})
     if part.rival not in timed:
         reasons.setdefault(part.rival, f"not run: no checkout of it ({part.peer}) was given")
