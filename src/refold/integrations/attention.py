@@ -10,6 +10,7 @@ What a cache keeps of earlier documents in a row is marked on it, and hidden fro
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,14 +27,19 @@ _CACHES = ("cache", "past_key_values")
 _HIDDEN = "_refold_hidden"
 
 
-def watch(model: nn.Module) -> list[Any]:
-    """Keep documents apart in the attention layers of ``model``, if it has some; return the handles of the hooks."""
+def watch(model: nn.Module, around: Callable[[], list[Any]]) -> list[Any]:
+    """Keep documents apart in the attention layers of ``model``, if it has some; return the handles of the hooks.
+
+    ``around`` adds hooks that enter before these, and leave after them. They are registered in the order in which they
+    run: up to torch 2.11, Dynamo mixes up hooks that were moved.
+    """
     if not any(hasattr(module, "is_causal") for module in model.modules()):
-        return []
+        return around()
     names = tuple(inspect.signature(model.forward).parameters)
     return [
-        model.register_forward_pre_hook(partial(_enter, names), with_kwargs=True),
         model.register_forward_hook(partial(_leave, names), prepend=True, with_kwargs=True),
+        *around(),
+        model.register_forward_pre_hook(partial(_enter, names), with_kwargs=True),
     ]
 
 

@@ -11,7 +11,7 @@ import copy
 import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from itertools import chain
 from types import MethodType
@@ -238,15 +238,14 @@ def _change(done: Acceleration, graphs: bool) -> None:
             done._become(module, _block)
         elif graphs and around and _generates(module) and not _hidden(module):
             done._become(module, _generator)
-        if not name or (around and _inherits(module, "PreTrainedModel")):
-            done._hooks += watch(module, positions) if cut is None else ranks.watch(module, positions, cut)
         models = [inner for inner in module.modules() if _inherits(inner, "PreTrainedModel")]
-        if around and models == [module]:
-            if cut is None:
-                done._hooks += attention.watch(module)
-            elif any(hasattr(inner, "is_causal") for inner in module.modules()):
-                done._attention.append((module, getattr(module.config, "_attn_implementation", "eager")))
-                module.set_attn_implementation(ranks.registered())
+        innermost = around and models == [module]
+        if not name or (around and _inherits(module, "PreTrainedModel")):
+            outer = partial(watch, module, positions) if cut is None else partial(ranks.watch, module, positions, cut)
+            done._hooks += attention.watch(module, outer) if innermost and cut is None else outer()
+        if innermost and cut is not None and any(hasattr(inner, "is_causal") for inner in module.modules()):
+            done._attention.append((module, getattr(module.config, "_attn_implementation", "eager")))
+            module.set_attn_implementation(ranks.registered())
 
 
 def _kind(module: nn.Module) -> type | None:
