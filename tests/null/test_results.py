@@ -24,6 +24,14 @@ def test_figures_are_not_stale():
     assert plots.stale(ROOT / "benchmarks" / "results", ROOT / "docs" / "figures") == []
 
 
+def test_figures_have_a_transparent_ground_and_both_themes():
+    for path in (ROOT / "docs" / "figures").glob("*.svg"):
+        svg = path.read_text()
+        assert "prefers-color-scheme: dark" in svg, path.name
+        ground = svg.partition('<g id="patch_1">')[2].partition("</g>")[0]
+        assert "fill: #" not in ground, path.name
+
+
 def test_stored_rows_lie_where_they_belong_once_each():
     from refold.bench import rows
     from refold.bench.suites import SUITES

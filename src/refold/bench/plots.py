@@ -27,7 +27,7 @@ STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": SOFT, "axes.labelcolor": INK,
     "xtick.color": INK, "ytick.color": INK, "text.color": INK, "axes.grid": True, "axes.grid.axis": "y",
     "grid.color": "#e3e6eb", "axes.axisbelow": True, "legend.frameon": False, "lines.linewidth": 2,
-    "lines.markersize": 5, "svg.fonttype": "none", "figure.facecolor": "white", "savefig.dpi": 160,
+    "lines.markersize": 5, "svg.fonttype": "none", "savefig.transparent": True, "savefig.dpi": 160,
 }  # fmt: skip
 GPU = "nvidia-h200"
 # Where a reader prefers dark pages: each colour of the figures, and what is drawn in its place.
