@@ -302,8 +302,20 @@ def doctor(
     audit: Annotated[
         bool, typer.Option("--audit", help="Check the scan packages installed here against float64.")
     ] = False,
+    warm: Annotated[
+        str,
+        typer.Option(help="Only compile what a model needs, for later processes: a folder, a hub name, or sizes."),
+    ] = "",
 ) -> None:
     """Print versions and devices, and which parts of refold can run here."""
+    if warm:
+        _torch()
+        from .warm import warm as compile_beforehand
+
+        began = time.perf_counter()
+        for line in compile_beforehand(warm):
+            typer.echo(f"{time.perf_counter() - began:6.1f} s  {line}")
+        return
     from rich.console import Console
 
     from .doctor import examine

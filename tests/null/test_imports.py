@@ -27,7 +27,7 @@ ORDER = [
     ["compat"],
     ["parallel"],
     ["integrations", "engines"],
-    ["targets", "doctor", "audit"],
+    ["targets", "doctor", "audit", "warm"],
     ["propose"],
     ["bench"],
     ["cli"],

@@ -1,0 +1,91 @@
+"""How long the first call of an operator takes on a GPU: in a process with empty caches, and in the next one.
+
+Each process imports PyTorch and refold, starts the GPU and makes its inputs before the clock starts. It then calls the
+operator once and its backward once. Rows also hold how many kernels Triton compiled, from the folder of its cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import ArgumentError
+from .options import check_names
+from .progress import wanted
+from .rows import Row
+
+CALLS = {"ssd bfloat16": "bfloat16", "ssd float32": "float32", "selective_scan bfloat16": "bfloat16"}
+
+_CHILD = """
+import json, sys, time
+import torch, refold
+from refold import ops
+name, dtype, profile = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3]
+def normal(*shape): return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+b, t, h, p, n = 1, 2048, 24, 64, 128
+if name == "ssd":
+    given = {"x": normal(b, t, h, p), "dt": normal(b, t, h), "A": -torch.rand(h, device="cuda"),
+             "B": normal(b, t, 1, n), "C": normal(b, t, 1, n), "dt_softplus": True}
+else:
+    given = {"x": normal(b, t, 1536), "dt": normal(b, t, 1536), "A": -torch.rand(1536, 16, device="cuda"),
+             "B": normal(b, t, 16), "C": normal(b, t, 16), "dt_softplus": True}
+grad = torch.ones_like(given["x"])
+(grad * 2).sum().item()
+def clock(call):
+    torch.cuda.synchronize(); begin = time.perf_counter(); found = call(); torch.cuda.synchronize()
+    return time.perf_counter() - begin, found
+def both():
+    forward, found = clock(lambda: getattr(ops, name)(**given)[0])
+    backward, _ = clock(lambda: found.backward(grad))
+    return forward, backward
+if profile:
+    import cProfile, pstats
+    run = cProfile.Profile(); run.enable(); times = both(); run.disable()
+    with open(profile, "w") as out:
+        pstats.Stats(run, stream=out).sort_stats("cumtime").print_stats(70).sort_stats("tottime").print_stats(40)
+else:
+    times = both()
+print(json.dumps([*times, *both()]))
+"""
+
+
+def first_calls(call: str, folder: Path, profile: str = "") -> tuple[float, float, float, float]:
+    """Run a call and its backward twice in a new process whose caches are in ``folder``; seconds of each.
+
+    Raises:
+        ArgumentError: The process failed.
+    """
+    environment = os.environ | {"TRITON_CACHE_DIR": str(folder / "triton"), "REFOLD_CACHE": str(folder / "refold")}
+    command = [sys.executable, "-c", _CHILD, *call.split(), profile]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ArgumentError(f"starts: {call} failed: {done.stderr[-300:]}")
+    found: tuple[float, float, float, float] = tuple(json.loads(done.stdout.splitlines()[-1]))
+    return found
+
+
+def starts(*, calls: tuple[str, ...] = tuple(CALLS), processes: int = 2) -> Iterator[Row]:
+    """Time the first call of scans and of their gradients on a GPU, with empty caches and in later processes."""
+    import torch
+
+    check_names("starts: calls", calls, tuple(CALLS))
+    if not torch.cuda.is_available():
+        raise ArgumentError("starts needs a GPU, and there is none")
+    for call in calls:
+        if not wanted(case=call):
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            found = [first_calls(call, Path(name)) for _ in range(processes + 1)]
+            kernels = len(list(Path(name).glob("triton/*/*.cubin")))
+        for what, first in (("forward", 0), ("backward", 1)):
+            times = [each[first] for each in found[1:]]
+            yield {
+                "op": call.split()[0], "case": call, "dtype": CALLS[call], "pass": what, "empty_s": found[0][first],
+                "full_s": min(times), "median_s": sorted(times)[len(times) // 2], "again_s": found[-1][first + 2],
+                "kernels": kernels,
+            }  # fmt: skip
