@@ -66,6 +66,7 @@ class Batch:
         self.generator, self.fixed = generator, fixed
         self._rows: list[Row | None] = [None] * rows
         self._held = generator.start(rows)
+        self._lengths = np.zeros(rows, np.int64)  # those of the state: to ask the device takes a round trip
         self._steps: dict[int, _Step] = {}
 
     def __len__(self) -> int:
@@ -146,6 +147,7 @@ class Batch:
         self._held.seen[places, step.token[places]] = True
         step.active.zero_().index_fill_(0, places, True)
         step.run()
+        self._lengths[taken] += 1
         made, ended = dict[Row, int](), []
         for place, token in chosen.items():
             row = self._rows[place]
@@ -167,11 +169,12 @@ class Batch:
             row = self._rows[place]
             assert row is not None
             alike[kind_of(row.sampling, g.config.vocab_size)].append(place)
-        lengths, chosen = g.lengths(held), dict[int, int]()
+        chosen = dict[int, int]()
         for kind, same in alike.items():
             samplings = [row.sampling for place in same if (row := self._rows[place]) is not None]
             drawn = [
-                uniforms(s.seed, lengths[place : place + 1], 1)[0, 0] for s, place in zip(samplings, same, strict=True)
+                uniforms(s.seed, self._lengths[place : place + 1], 1)[0, 0]
+                for s, place in zip(samplings, same, strict=True)
             ]
             at = torch.tensor(same, device=device)
             tokens = choose(
@@ -195,25 +198,28 @@ class Batch:
         """Free the place of a row; the last one moves there if fewer rows can be computed then."""
         place = self._rows.index(row)
         row.done, self._rows[place] = True, None
-        self._held.state["length"][place] = 0
+        self._forget(place)
         taken = self._taken()
         if not taken or self._computed(taken[-1] + 1) == self._computed(len(taken)):
             return
         self._put(place, self._conversation(taken[-1]))
         self._rows[place], self._rows[taken[-1]] = self._rows[taken[-1]], None
-        self._held.state["length"][taken[-1]] = 0
+        self._forget(taken[-1])
+
+    def _forget(self, place: int) -> None:
+        self._held.state["length"][place] = self._lengths[place] = 0
 
     def _make_room(self, tokens: int) -> None:
         """Let attention layers keep so many tokens of each row."""
         held, g = self._held, self.generator
         if "k" in held.state and tokens > g._capacity(held):
-            g._check_memory(len(self._rows), tokens - int(g.lengths(held).max()), held, reading=False)
+            g._check_memory(len(self._rows), tokens - int(self._lengths.max()), held, reading=False)
             held.state = g.model.grow_state(held.state, bucket(tokens))
             self._steps.clear()
 
     def _put(self, place: int, row: Conversation) -> None:
         """Copy a conversation of one row to a place."""
-        length = int(row.state["length"][0])
+        length = self._lengths[place] = int(row.state["length"][0])
         for name, a in self._held.state.items():
             if name == "length":
                 a[place] = length
@@ -226,7 +232,7 @@ class Batch:
     def _conversation(self, place: int) -> Conversation:
         """Return a copy of one row."""
         g, held, part = self.generator, self._held, slice(place, place + 1)
-        room = bucket(int(g.lengths(held)[place]))
+        room = bucket(int(self._lengths[place]))
         state = {name: a[part] if name == "length" else a[:, part] for name, a in held.state.items()}
         state |= {name: state[name][:, :, :room] for name in ("k", "v") if name in state}
         return g.kind(state, held.logits[part], held.seen[part]).fork()

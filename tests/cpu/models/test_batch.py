@@ -53,6 +53,9 @@ def work(g: Generator, rows: int, fixed: bool, seed: int) -> None:
             assert g.lengths(batch.remove(row)).tolist() == [len(asked.pop(row)[0]) + len(row.tokens)]
             there.remove(row)
         made = batch.step()
+        assert (
+            batch._lengths.tolist() == g.lengths(batch._held).tolist()
+        )  # on the host, so that no token waits for them
         assert made.keys() == there
         assert [row.tokens[-1] for row in made] == [*made.values()]
         there = {row for row in there if not row.done}
