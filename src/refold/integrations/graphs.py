@@ -273,12 +273,14 @@ class Step:
         return type(self.result)(**own)
 
 
-_GRAPHS: weakref.WeakKeyDictionary[nn.Module, Graphs] = weakref.WeakKeyDictionary()
+HELD = "_refold_graphs"
+"""Attribute of a model that holds its graphs."""
 
 
 def graphs_of(model: nn.Module) -> Graphs:
     """Give the graphs of a model; they go when it goes, and copies of a model have their own."""
-    return _GRAPHS.setdefault(model, Graphs())
+    held: Graphs = vars(model).setdefault(HELD, Graphs())  # a snapshot holds the model: only a collector sees both go
+    return held
 
 
 class Graphs:
@@ -299,6 +301,10 @@ class Graphs:
         self.refused: str | None = None
         self.pool: Any = None
         self.lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        """Let copies and pickles of a model have graphs of their own."""
+        return Graphs, ()
 
     def __str__(self) -> str:
         """Give a line per graph, and one per reason for calls without one."""

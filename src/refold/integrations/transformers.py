@@ -23,7 +23,7 @@ from torch import nn
 from refold.errors import ArgumentError, RefoldError, warn
 from refold.integrations import attention, decoding, heads, mixers, parts, ranks
 from refold.integrations.documents import current, reading, shared, watch
-from refold.integrations.graphs import Graphs, graphs_of
+from refold.integrations.graphs import HELD, Graphs, graphs_of
 from refold.parallel import Cut
 
 MIXERS = {
@@ -97,6 +97,7 @@ class Acceleration:
             graphs.forget()
         for module in self._changed:
             _set_class(module, type(module)._refold_original)  # type: ignore[attr-defined]
+            vars(module).pop(HELD, None)
         for hook in self._hooks:
             hook.remove()
         for module, before in self._attention:
