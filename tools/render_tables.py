@@ -519,6 +519,18 @@ def generate() -> str:
     })  # fmt: skip
 
 
+def starts() -> str:
+    """Return the table of first calls on a GPU: a line per operator and dtype and pass."""
+
+    def seconds(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[name]:.1f} s"
+
+    return table(stored(RESULTS, "nvidia-h100-80gb-hbm3", "starts"), {
+        "operator": key("case"), "pass": key("pass"), "empty caches": seconds("empty_s"),
+        "a second process": seconds("full_s"), "kernels": key("kernels"),
+    })  # fmt: skip
+
+
 def engines() -> str:
     """Return the table of calls of serving engines: a line per layer, phase and size, a column per program."""
     return table(stored(RESULTS, "nvidia-h100-80gb-hbm3", "engines"), {
@@ -583,7 +595,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
     "prefill": generation("prefill"), "generate": generate, "generation": generation("generation"),
-    "ssd_jax": ssd_jax, "scale": scale, "engines": engines,
+    "ssd_jax": ssd_jax, "scale": scale, "engines": engines, "starts": starts,
     "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),
 }  # fmt: skip
 
