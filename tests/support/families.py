@@ -50,12 +50,66 @@ def _configs() -> dict[str, tuple[type, object]]:
 
 
 NAMES = tuple(_configs())
+"""Families of Mamba."""
+
+_GATED = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MANY = {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
+_PER_KEY = {"linear_num_heads": 4, "linear_head_dim": 8}
+_LATENT = {
+    "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 40, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, **_EXPERTS,
+}  # fmt: skip
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_OTHERS = {
+    "qwen3_next": ("Qwen3Next", "", {**_ATTENTION, **_GATED, **_MANY, "head_dim": 8}, _FULL),
+    "qwen3_5": ("Qwen3_5", "Text", {**_ATTENTION, **_GATED, "head_dim": 8}, _FULL),
+    "qwen3_5_moe": ("Qwen3_5Moe", "Text", {**_ATTENTION, **_GATED, **_MANY, "head_dim": 8}, _FULL),
+    "qwen4_exp": ("Qwen4Exp", "Text", {
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, **_GATED, **_MANY, "hc_count": 2,
+        "hc_lowrank": 8, "output_gate_type": "sigmoid", "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 8, "indexer_budget": 256, "indexer_compress_ratio": 4}, _FULL),
+    "lara_mini": ("LaraMini", "", {
+        **_ATTENTION, **_GATED, **_MANY, "head_dim": 8, "sliding_window": 64}, "sliding_attention"),
+    "olmo_hybrid": ("OlmoHybrid", "", {**_ATTENTION, **_GATED}, _FULL),
+    "kimi_linear": ("KimiLinear", "", {
+        **_LATENT, **_PER_KEY, "qk_rope_head_dim": 8, "num_local_experts": 4, "n_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse"]}, _FULL),
+    "glm5_next": ("Glm5Next", "Text", {
+        **_LATENT, **_PER_KEY, "q_lora_rank": 12, "n_routed_experts": 4, "hc_mult": 2, "index_n_heads": 2,
+        "index_head_dim": 8, "index_topk": 256, "index_kpool": 4, "mlp_layer_types": ["dense", "sparse"]}, _FULL),
+    "bailing_hybrid": ("BailingHybrid", "", {
+        **_LATENT, "qk_rope_head_dim": 8, "head_dim": 8, "num_local_experts": 4, "first_k_dense_replace": 1}, _FULL),
+    "minimax": ("MiniMax", "", {
+        **_ATTENTION, "head_dim": 8, "block_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, _FULL),
+}  # fmt: skip
+OTHERS = tuple(name for name, (kind, *_) in _OTHERS.items() if hasattr(t, f"{kind}Config"))
+"""Families of delta rules, and of lightning attention, that the installed transformers has."""
+EVERY = NAMES + OTHERS
+
+
+def _config(name: str) -> tuple[type, object]:
+    if name not in OTHERS:
+        return _configs()[name]
+    kind, text, sizes, attention = _OTHERS[name]
+    sizes = {**_COMMON, "num_hidden_layers": 2, "layer_types": [_LINEAR, attention], **sizes}
+    if name == "minimax":  # whose cache asks its first layer how many tokens it holds
+        sizes["layer_types"] = [attention, _LINEAR]
+    config = getattr(t, f"{kind}{text}Config")(**sizes)
+    if name == "glm5_next":  # which comes with eyes only
+        eyes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 48, "intermediate_size": 16}
+        config = t.Glm5NextConfig(text_config=config, vision_config={**eyes, "projection_intermediate_size": 16})
+        return t.Glm5NextForConditionalGeneration, config
+    return getattr(t, f"{kind}ForCausalLM"), config
 
 
 def make(name: str, **changed: object) -> torch.nn.Module:
     """Return a model whose every parameter matters."""
     t.logging.set_verbosity_error()
-    kind, config = _configs()[name]
+    kind, config = _config(name)
     for key, value in changed.items():
         setattr(config, key, value)
     torch.manual_seed(sum(map(ord, name)))

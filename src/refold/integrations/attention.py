@@ -23,6 +23,8 @@ from refold.integrations.documents import current
 
 _MASKED = ("eager", "sdpa", "flex_attention")
 """Implementations that take a mask."""
+_OTHERS = {"sliding_attention", "indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
+"""Kinds of attention layers that have masks of their own."""
 _CACHES = ("cache", "past_key_values")
 _HIDDEN = "_refold_hidden"
 
@@ -83,8 +85,8 @@ def _enter(names: tuple[str, ...], model: Any, args: Any, kwargs: dict[str, Any]
             visible = nn.functional.pad(visible, (0, longer))
         if implementation != "sdpa":  # which takes either kind
             visible = torch.zeros_like(visible, dtype=model.dtype).masked_fill(~visible, torch.finfo(model.dtype).min)
-        local = None if mask is None else mask[:, -seqlen:]
-        kwargs["attention_mask"] = {"full_attention": visible, "linear_attention": local}
+        masks = {"full_attention": visible, "linear_attention": None if mask is None else mask[:, -seqlen:]}
+        kwargs["attention_mask"] = masks | _masks_of_others(model, visible, past)
     else:
         kwargs |= _offsets(f"{type(model).__name__}: {implementation}", documents, batch, past, mask, kwargs)
     return (), kwargs
@@ -100,6 +102,27 @@ def _visible(documents: Documents, seen: Tensor, past: int, seqlen: int) -> Tens
     place = torch.arange(past + seqlen, device=seen.device)
     visible = (keys[:, None] == number[..., None]) & (place <= place[past:, None]) & seen[:, None]
     return (visible | (place == place[past:, None]))[:, None]  # a row of nothing has no softmax
+
+
+def _masks_of_others(model: Any, visible: Tensor, past: int) -> dict[str, Tensor]:
+    """Return the masks of attention layers of other kinds, by the names that the model has for them."""
+    kinds = set(getattr(model.config, "layer_types", None) or ()) & _OTHERS
+    who = f"{type(model).__name__}: documents in one row"
+    if kinds and hasattr(model.config, "index_kpool"):
+        raise ArgumentError(
+            f"{who} cannot be kept apart: its indexer pools tokens. Give each document a row of its own."
+        )
+    if "sliding_attention" not in kinds:
+        return dict.fromkeys(kinds, visible)
+    if past:
+        raise ArgumentError(
+            f"{who} need a cache without earlier tokens, since it has sliding windows. Read them alone."
+        )
+    place = torch.arange(visible.shape[-1], device=visible.device)
+    near = place[: visible.shape[-2], None] - place < model.config.sliding_window
+    if visible.dtype == torch.bool:
+        return dict.fromkeys(kinds, visible & near)
+    return dict.fromkeys(kinds, visible.masked_fill(~near, torch.finfo(visible.dtype).min))
 
 
 def _offsets(

@@ -44,23 +44,6 @@ def mamba2(
     return _forward(mixers.mamba2, self, hidden_states, cache, attention_mask, kwargs)
 
 
-def zamba(
-    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
-    cache_params: Any = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """Forward of Zamba's layer, `mixers.zamba`: no kernels know its heads."""
-    return mixers.zamba(self, hidden_states, cache if cache_params is None else cache_params, attention_mask, **kwargs)
-
-
-def gated_delta_net(
-    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
-    cache_params: Any = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """Forward of a gated DeltaNet layer, `mixers.gated_delta_net`."""
-    cache = cache if cache_params is None else cache_params
-    return mixers.gated_delta_net(self, hidden_states, cache, attention_mask, **kwargs)
-
-
 def _forward(
     ordinary: Callable[..., Tensor], self: Any, x: Tensor, cache: Any, mask: Tensor | None, given: dict[str, Any]
 ) -> Tensor:

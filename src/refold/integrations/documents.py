@@ -125,8 +125,9 @@ def _batch_size(arguments: Mapping[str, Any]) -> torch.Size | None:
 
 def _continues(arguments: Mapping[str, Any]) -> bool:
     """Whether a cache is given that has read tokens before."""
-    # Models name it cache, cache_params or past_key_values.
-    return any(bool(cache.has_previous_state()) for cache in arguments.values() if hasattr(cache, "has_previous_state"))
+    # Models name it cache, cache_params or past_key_values. MiniMax has one of its own.
+    held = [getattr(cache, "linear_cache", None) or cache for cache in arguments.values()]
+    return any(isinstance(c, list) or c.has_previous_state() for c in held if hasattr(c, "has_previous_state"))
 
 
 class _Call(NamedTuple):

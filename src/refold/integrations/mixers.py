@@ -1,16 +1,18 @@
-"""The forwards that replace those of transformers' Mamba layers.
+"""The forwards that replace those of transformers' recurrent layers.
 
-One forward serves every Mamba-2 layer, one every Mamba-1 layer, one Zamba's. They read the layer's own attributes and
-write the cache that the layer would write, in its layout, so that both may take turns. Projections are called as
-modules, so LoRA, quantisation, sharding and hooks work. Weights are read directly only if a module is exactly as
-transformers made it: a norm, a convolution, or the product of ``dt_proj``.
+One forward serves every Mamba-2 layer, one every Mamba-1 layer, one Zamba's, one every delta rule, and one lightning
+attention. They read the layer's own attributes and write the cache that the layer would write, in its layout, so that
+both may take turns. Projections are called as modules, so LoRA, quantisation, sharding and hooks work. Weights are read
+directly only if a module is exactly as transformers made it: a norm, a convolution, the gate of decays, or the product
+of ``dt_proj``.
 
 They differ from the originals in four points. Step sizes are clipped in decoding as in prefill. A Mamba-1 layer
 continues from a cached state when it reads several tokens. Documents of a pack do not see each other. Padding behind
 a row's first token changes nothing that comes after it (`refold.integrations.padding`).
 
-Layers of transformers call their cache ``cache`` from 5.24 on, and ``cache_params`` before. Forwards that take a
-layer's place take both. `TAKES` and `HAS` name all that they know, and a layer with anything else is not replaced.
+Layers of transformers call their cache ``cache`` from 5.24 on, and ``cache_params`` or ``past_key_values`` before.
+Forwards that take a layer's place take each. A `Mixer` names all that its forward knows, and a layer with anything else
+is not replaced.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from inspect import signature
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,33 +48,82 @@ except ImportError:  # then nothing offloads weights by its hooks
         return lambda forward: forward
 
 
-TAKES = ("self", "hidden_states", "cache", "cache_params", "attention_mask")
-"""Arguments of layers that the forwards here know, besides those of ``**kwargs`` that separate documents."""
+_TAKES = frozenset({"hidden_states", "cache", "cache_params", "attention_mask"})
 
-HAS = frozenset({
+
+class Mixer(NamedTuple):
+    """What takes the place of a layer's forward, and what it knows."""
+
+    forward: Callable[..., Any]
+    has: frozenset[str]
+    """Parts of layers with parameters or buffers that the forward knows."""
+    takes: frozenset[str] = _TAKES
+    """Arguments of layers that it knows, besides those of ``**kwargs`` that separate documents."""
+
+    def unknown_parts(self, layer: nn.Module) -> list[str]:
+        """Return the names of weights that the forward would not use."""
+        inside = {name.split(".")[0] for name in self.has if "." in name}
+        names = (name.split(".") for name, _ in chain(layer.named_parameters(), layer.named_buffers()))
+        return sorted({".".join(name[: 1 + (name[0] in inside)]) for name in names} - self.has)
+
+    def unknown_arguments(self, forward: Callable[..., Any]) -> list[str]:
+        """Return the names of arguments of a layer's own forward that this one would not use."""
+        takes = signature(forward).parameters.values()
+        return [p.name for p in takes if p.kind is not p.VAR_KEYWORD and p.name not in {"self", *self.takes}]
+
+
+MAMBA = frozenset({
     "A_log", "D", "dt_bias", "in_proj", "conv1d", "x_proj", "dt_proj", "out_proj", "norm", "dt_layernorm",
     "b_layernorm", "c_layernorm", "mup_vector", "x_proj_weight", "dt_proj_weight", "dt_proj_bias", "parametrizations",
-    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
 })  # fmt: skip
-"""Parts of layers with parameters or buffers that the forwards here know."""
+"""The parts of Mamba layers."""
 
 
-def _unless_exported(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a forward that is the layer's own while ``torch.onnx`` exports: ONNX has none of refold's operators."""
+class DeltaRule(NamedTuple):
+    """The names that a family gives to the parts of its delta rule; spaces part layers that follow each other."""
+
+    qkv: tuple[str, ...]
+    z: str
+    """What gates the outputs."""
+    b: str
+    a: str
+    """What decays are made of, inside of ``gate``."""
+    norm: str
+    out: str
+    gate: str = ""
+    """What has ``a``, ``A_log`` and ``dt_bias``: a module that returns log decays per key, or, if empty, the layer."""
+
+    def mixer(self) -> Mixer:
+        """Return the forward of the family's layers."""
+        inside = f"{self.gate}." if self.gate else ""
+        outside = " ".join([*self.qkv, self.z, self.b, self.norm, self.out, "conv1d parametrizations"])
+        has = {*outside.split(), *(inside + name for name in [*self.a.split(), "A_log", "dt_bias"])}
+        return Mixer(_layer(force_accelerate_hooks("conv1d")(partial(_delta_rule, self))), frozenset(has))
+
+
+def _layer(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that takes its cache under each name that releases of transformers have for it.
+
+    It is the layer's own while ``torch.onnx`` exports: ONNX has none of refold's operators.
+    """
 
     @wraps(forward)
-    def run(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+    def run(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if exporting_to_onnx() and (own := getattr(type(self), "_refold_original", None)) is not None:
-            found: Tensor = own.forward(self, hidden_states, cache, attention_mask, **kwargs)
-            return found
-        return forward(self, hidden_states, cache, attention_mask, **kwargs)
+            return own.forward(self, hidden_states, *args, **kwargs)
+        for name in ("cache_params", "past_key_values"):
+            if (cache := kwargs.pop(name, None)) is not None:
+                kwargs["cache"] = cache
+        return forward(self, hidden_states, *args, **kwargs)
 
     return run
 
 
-@_unless_exported
+@_layer
 @force_accelerate_hooks("conv1d")
-def mamba2(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+def mamba2(
+    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor:
     """Forward of a Mamba-2 layer."""
     dtype, (hidden_states, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
     if hasattr(self, "mup_vector"):  # Falcon-H1
@@ -83,7 +136,7 @@ def mamba2(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor 
     x, B, C = xBC.split([self.intermediate_size, states, states], -1)
 
     normed = getattr(self, "mamba_rms_norm", True)  # Falcon-H1 may have no norm; the scan gates then
-    y = _scan(
+    y, _ = _scan(
         ops.ssd, ops.ssd_step_,
         {
             "x": x.unflatten(-1, (self.num_heads, self.head_dim)), "dt": dt,
@@ -92,13 +145,16 @@ def mamba2(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor 
         },
         call.state, call,
         A=_rates(self.A_log), D=self.D, dt_bias=self.dt_bias, dt_limit=tuple(self.time_step_limit),
-    ).flatten(-2)  # fmt: skip
+    )  # fmt: skip
+    y = y.flatten(-2)
     return call.end(self.out_proj((_gated_norm(self.norm, y, z) if normed else y).to(dtype)))
 
 
-@_unless_exported
+@_layer
 @force_accelerate_hooks("conv1d")
-def mamba(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+def mamba(
+    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor:
     """Forward of a Mamba-1 layer, with norms of B, C and dt where the layer has them (Falcon Mamba, Jamba)."""
     dtype, (hidden_states, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
     x, z = self.in_proj(hidden_states).chunk(2, -1)
@@ -107,16 +163,18 @@ def mamba(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor |
     if hasattr(self, "dt_layernorm"):
         dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
     dt, bias = _apart(self.dt_proj, dt)
-    y = _scan(
+    y, _ = _scan(
         ops.selective_scan, ops.selective_scan_step_,
         {"x": x, "dt": dt, "B": B, "C": C, "z": z}, call.state, call, A=_rates(self.A_log), D=self.D, dt_bias=bias,
     )  # fmt: skip
     return call.end(self.out_proj(y.to(dtype)))
 
 
-@_unless_exported
+@_layer
 @force_accelerate_hooks("conv1d")
-def zamba(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+def zamba(
+    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor:
     """Forward of Zamba's Mamba-1 layer: heads with projections of their own are groups of one scan."""
     dtype, (hidden_states, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
     projected = self.in_proj(hidden_states).unflatten(-1, (-1, 2))
@@ -126,7 +184,7 @@ def zamba(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor |
     parameters = torch.einsum("bthp,hrp->bthr", heads, self.x_proj_weight)
     dt, B, C = parameters.split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
     dt = torch.einsum("bthr,hpr->bthp", dt, self.dt_proj_weight).flatten(-2)
-    y = _scan(
+    y, _ = _scan(
         ops.selective_scan, ops.selective_scan_step_,
         {"x": x, "dt": dt, "B": B, "C": C, "z": z}, None if call.state is None else call.state.flatten(1, 2), call,
         A=_rates(self.A_log).flatten(0, 1), D=self.D.flatten(), dt_bias=self.dt_proj_bias.flatten(),
@@ -135,34 +193,91 @@ def zamba(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor |
     return call.end(self.out_proj(y.to(dtype)))
 
 
-@_unless_exported
-@force_accelerate_hooks("conv1d")
-def gated_delta_net(
-    self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any
-) -> Tensor:
-    """Forward of a gated DeltaNet layer (Qwen3-Next, Qwen3.5). Tokens of padding neither write nor decay."""
-    dtype, (hidden_states, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
-    if hasattr(self, "in_proj_qkvz"):
-        projected = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
-        q, k, v, z, b, a = self.fix_query_key_value_ordering(*projected)
-        qkv = torch.cat([part.flatten(2) for part in (q, k, v)], -1)
+def _delta_rule(
+    names: DeltaRule, self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """Forward of a layer with a delta rule, gated per head or per key. Tokens of padding neither write nor decay."""
+    dtype, (x, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
+    if hasattr(self, "fix_query_key_value_ordering"):  # Qwen3-Next
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
+        qkv, z = torch.cat([part.flatten(2) for part in (q, k, v)], -1), z.flatten(2)
     else:
-        qkv, z = self.in_proj_qkv(hidden_states), self.in_proj_z(hidden_states)
-        b, a = self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
-    q, k, v = _convolve(self, qkv, call).split([self.key_dim, self.key_dim, self.value_dim], -1)
-    if call.mask is not None:  # gates of -inf: a strength of zero and a decay of one
-        padding = call.mask[..., None] == 0
-        b, a = b.masked_fill(padding, -torch.inf), a.masked_fill(padding, -torch.inf)
-    y = _scan(
+        parts = [getattr(self, name)(x) for name in names.qkv]
+        qkv = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        z, b, a = _through(self, names.z, x), _through(self, names.b, x), None
+    g, gate = _decays(self, names, x, a, call.mask)
+    if call.mask is not None:  # a strength of zero
+        b = b.masked_fill(call.mask[..., None] == 0, -torch.inf)
+    heads, values = b.shape[-1], z.shape[-1]
+    keys, size = (qkv.shape[-1] - values) // 2, getattr(self, "head_k_dim", values // heads)
+    q, k, v = _convolve(self, qkv, call).split([keys, keys, values], -1)
+    y, _ = _scan(
         ops.delta_rule, ops.delta_rule_step_,
         {
-            "q": q.unflatten(-1, (-1, self.head_k_dim)), "k": k.unflatten(-1, (-1, self.head_k_dim)),
-            "v": v.unflatten(-1, (-1, self.head_v_dim)), "g": a, "beta": b,
+            "q": q.unflatten(-1, (-1, size)), "k": k.unflatten(-1, (-1, size)), "v": v.unflatten(-1, (heads, -1)),
+            "g": g, "beta": b,
         },
-        call.state, call, A_log=self.A_log, dt_bias=self.dt_bias, beta_limit=1.0, normalize=True,
+        call.state, call, beta_limit=2.0 if getattr(self, "allow_neg_eigval", False) else 1.0, normalize=True, **gate,
     )  # fmt: skip
-    normed = self.norm(y.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
-    return call.end(self.out_proj(normed.reshape(*y.shape[:2], -1).to(dtype)))
+    normed = getattr(self, names.norm)(y.flatten(0, 2), z.reshape(-1, values // heads))
+    return call.end(_through(self, names.out, normed.view(*y.shape[:2], -1).to(dtype)))
+
+
+def _decays(
+    self: Any, names: DeltaRule, x: Tensor, a: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return log decays, or the gate that they come from and the parameters that make them of it; none at padding."""
+    padding = None if mask is None else mask[..., None] == 0
+    if not names.gate:
+        a = _through(self, names.a, x) if a is None else a
+        a = a if padding is None else a.masked_fill(padding, -torch.inf)
+        return a, {"A_log": self.A_log, "dt_bias": self.dt_bias}
+    gate = getattr(self, names.gate)
+    if padding is not None:  # a bounded gate of -inf has no gradient
+        return gate(x).masked_fill(padding[..., None], 0), {}
+    if not (_untouched(gate) and type(gate).__module__.startswith("transformers.models.")):
+        return gate(x), {}
+    bound = getattr(gate, "safe_gate_lower_bound", getattr(gate, "lower_bound", None))
+    return _through(gate, names.a, x).unflatten(-1, (gate.num_heads, -1)), {
+        "A_log": gate.A_log.flatten(), "dt_bias": gate.dt_bias.view(gate.num_heads, -1),
+        "lower_bound": bound if getattr(gate, "safe_gate", True) else None,
+    }  # fmt: skip
+
+
+def _through(module: Any, names: str, x: Tensor) -> Tensor:
+    """Return what layers of a module, one after the other, make of ``x``."""
+    for name in names.split():
+        x = getattr(module, name)(x)
+    return x
+
+
+@_layer
+def lightning(
+    self: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Tensor | None = None,
+    cache: Any = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Forward of lightning attention (MiniMax): a scan with constant decays. Padding neither writes nor decays."""
+    dtype, (x, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
+    qkv = call.without_padding(self.act_fn(self.qkv_proj(x)))
+    q, k, v = qkv.unflatten(-1, (self.num_attention_heads, -1)).split(self.head_dim, -1)
+    steps = qkv.new_ones(*v.shape[:3], dtype=torch.promote_types(dtype, torch.float32))
+    y, state = _scan(
+        ops.ssd, ops.ssd_step_, {"x": v, "dt": call.without_padding(steps), "B": k, "C": q},
+        None if call.state is None else call.state.mT, call, A=-self.slope_rate.flatten(),
+        store=lambda state: state.mT,
+    )  # fmt: skip
+    y = torch.sigmoid(self.output_gate(x)) * self.norm(y.flatten(-2))
+    return call.end(self.out_proj(y.to(dtype))), state.mT
+
+
+LIGHTNING = Mixer(
+    lightning,
+    frozenset(
+        {"norm", "qkv_proj", "out_proj", "output_gate", "slope_rate", "query_decay", "key_decay", "diagonal_decay"}
+    ),
+    _TAKES | {"position_embeddings", "past_key_values"},
+)
 
 
 @dataclass(frozen=True)
@@ -260,9 +375,11 @@ def _cached(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
     """Return the inputs of the convolution and the state that a cache holds; None of each if it holds nothing yet."""
     if cache is None:
         return None, None
+    if hasattr(cache, "get_linear_cache"):  # MiniMax, without a convolution
+        return None, cache.get_linear_cache(layer)
     if hasattr(cache, "get_conv_state"):  # from 5.21 on
         return cache.get_conv_state(layer), cache.get_recurrent_state(layer)
-    if not cache.has_previous_state(layer):
+    if not cache.has_previous_state(layer, state_idx=0):
         return None, None
     held = cache.layers[layer]
     return held.conv_states[0], held.recurrent_states[0]
@@ -331,17 +448,21 @@ def _call_convolution(
 def _scan(
     operator: Callable[..., Any], step_: Callable[..., Any], tokens: dict[str, Tensor | None], state: Tensor | None,
     call: _Call, store: Callable[[Tensor], Tensor] = lambda state: state, **parameters: Any,
-) -> Tensor:  # fmt: skip
-    """Return ``y`` of a scan after ``state``, and keep the state that it ends with; ``store`` gives it its layout."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return ``y`` of a scan after ``state``, and the state that it ends with.
+
+    The cache keeps that one; ``store`` gives it its layout. With ``dt_bias``, ``dt`` is not yet step sizes.
+    """
     seqlen, documents = next(v.shape[1] for v in tokens.values() if v is not None), call.documents
-    if "dt" in tokens and call.padding is not None:  # no step is taken there
+    if "dt" in tokens and "dt_bias" in parameters and call.padding is not None:  # no step is taken there
         steps = _step_sizes(tokens["dt"], parameters.pop("dt_bias"), *parameters.pop("dt_limit", ()))
         tokens = tokens | {"dt": call.without_padding(steps)}
-    elif "dt" in tokens:
+    elif "dt" in tokens and "dt_bias" in parameters:
         parameters["dt_softplus"] = True
     if state is not None and seqlen == 1 and documents is None and not torch.is_grad_enabled():
         one = {name: None if v is None else v[:, 0] for name, v in tokens.items()}
-        return step_(**one, state=state, **parameters)[0][:, None]  # the cache's own state
+        y, state = step_(**one, state=state, **parameters)  # the cache's own state
+        return y[:, None], state
     parameters["group"] = call.group
     if documents is None:
         y, after = operator(**tokens, initial_state=state, **parameters)
@@ -350,8 +471,11 @@ def _scan(
         after = documents.ends(states)
     if call.cache is not None:
         after = after if call.group is None else summed(call.group, after)
-        call.cache.update_recurrent_state(store(after), call.layer)
-    return y
+        if hasattr(call.cache, "set_linear_cache"):
+            call.cache.set_linear_cache(call.layer, store(after))
+        else:
+            call.cache.update_recurrent_state(store(after), call.layer)
+    return y, after
 
 
 def _step_sizes(dt: Any, bias: Tensor | None, low: float = 0.0, high: float = math.inf) -> Tensor:

@@ -12,7 +12,6 @@ import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from inspect import signature
 from itertools import chain
 from types import MethodType
 from typing import Any, cast
@@ -26,29 +25,42 @@ from refold.integrations.documents import current, reading, shared, watch
 from refold.integrations.graphs import HELD, Graphs, graphs_of
 from refold.parallel import Cut
 
+_MAMBA, _MAMBA2 = mixers.Mixer(decoding.mamba, mixers.MAMBA), mixers.Mixer(decoding.mamba2, mixers.MAMBA)
+_QWEN = mixers.DeltaRule(("in_proj_qkv",), "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj")
+_OLMO = mixers.DeltaRule(("q_proj", "k_proj", "v_proj"), "g_proj", "b_proj", "a_proj", "o_norm", "o_proj")
+_KIMI = _OLMO._replace(z="g_a_proj g_b_proj", a="f_a_proj f_b_proj", gate="forget_gate")
+
 MIXERS = {
-    "MambaMixer": decoding.mamba,
-    "FalconMambaMixer": decoding.mamba,
-    "JambaMambaMixer": decoding.mamba,
-    "ZambaMambaMixer": decoding.zamba,
-    "Mamba2Mixer": decoding.mamba2,
-    "BambaMixer": decoding.mamba2,
-    "GraniteMoeHybridMambaLayer": decoding.mamba2,
-    "FalconH1Mixer": decoding.mamba2,
-    "NemotronHMamba2Mixer": decoding.mamba2,
-    "Zamba2MambaMixer": decoding.mamba2,
-    "Qwen3NextGatedDeltaNet": decoding.gated_delta_net,
-    "Qwen3_5GatedDeltaNet": decoding.gated_delta_net,
-    "Qwen3_5MoeGatedDeltaNet": decoding.gated_delta_net,
+    "MambaMixer": _MAMBA,
+    "FalconMambaMixer": _MAMBA,
+    "JambaMambaMixer": _MAMBA,
+    "ZambaMambaMixer": mixers.Mixer(mixers.zamba, mixers.MAMBA),
+    "Mamba2Mixer": _MAMBA2,
+    "BambaMixer": _MAMBA2,
+    "GraniteMoeHybridMambaLayer": _MAMBA2,
+    "FalconH1Mixer": _MAMBA2,
+    "NemotronHMamba2Mixer": _MAMBA2,
+    "Zamba2MambaMixer": _MAMBA2,
+    "Qwen3NextGatedDeltaNet": _QWEN._replace(qkv=("in_proj_qkvz",), b="in_proj_ba", z="", a="").mixer(),
+    "Qwen3_5GatedDeltaNet": _QWEN.mixer(),
+    "Qwen3_5MoeGatedDeltaNet": _QWEN.mixer(),
+    "Qwen4ExpTextGatedDeltaNet": _QWEN.mixer(),
+    "LaraMiniGatedDeltaNet": _QWEN.mixer(),
+    "OlmoHybridGatedDeltaNet": _OLMO.mixer(),
+    "KimiLinearDeltaAttention": _KIMI.mixer(),
+    "Glm5NextTextLinearAttention": _KIMI.mixer(),
+    "BailingHybridDeltaAttention": _KIMI._replace(z="g_proj", a="f_proj").mixer(),
+    "MiniMaxLightningAttention": mixers.LIGHTNING,
 }
-"""Name of a layer's class in transformers -> the forward that takes its place."""
+"""Name of a layer's class in transformers -> what takes the place of its forward."""
 
 OTHERS = {
     "DeltaNet": "a gated delta rule", "DeltaAttention": "a gated delta rule",
-    "LightningAttention": "lightning attention", "LinearAttention": "linear attention",
+    "LightningAttention": "lightning attention",
     "RecurrentBlock": "a gated linear recurrence (RG-LRU)",
     "RwkvSelfAttention": "RWKV's recurrence", "xLSTMLayer": "xLSTM's recurrence", "mLSTMLayer": "xLSTM's recurrence",
     "ShortConv": "a short convolution", "ShortConvolution": "a short convolution",
+    "PLELayer": "an embedding of n-grams with a short convolution",
 }  # fmt: skip
 """End of the name of a layer's class -> what the layer is; it has no forward here."""
 
@@ -169,7 +181,8 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True,
 
     Args:
         model: A transformers model with layers of mamba, falcon_mamba, jamba, zamba, mamba2, bamba, granitemoehybrid,
-            falcon_h1, nemotron_h, zamba2, qwen3_next, qwen3_5 or qwen3_5_moe, or a module that holds one.
+            falcon_h1, nemotron_h, zamba2, qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, lara_mini, olmo_hybrid,
+            kimi_linear, glm5_next, bailing_hybrid or minimax, or a module that holds one.
         positions: Whether ``position_ids`` that start again begin a document. Their values must be read for that: one
             synchronisation per call of several tokens on a GPU, and a graph break under ``torch.compile``.
             ``cu_seq_lens_q`` and ``seq_idx`` are always used.
@@ -204,17 +217,18 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True,
                 "accelerate: the model was accelerated without this group. Call its summary's undo() first."
             )
         return found
-    done = Acceleration(model, positions, cut)
+    done, known = Acceleration(model, positions, cut), []
     for name, module in model.named_modules():
         kind = _kind(module)
         if kind is not None:
+            known.append(name)
             reason = _refusal(module, kind)
             if reason is None:
                 done.replaced[name] = kind.__name__
             else:
                 done.kept[name] = reason
-        elif (what := _other(module)) is not None:
-            done.kept[name] = f"{type(module).__name__} is {what}, and only Mamba layers are replaced"
+        elif (what := _other(module)) is not None and not any(name.startswith(f"{path}.") for path in known):
+            done.kept[name] = f"{type(module).__name__} is {what}, which refold does not replace"
     if not done.replaced and cut is None:
         warn(f"accelerate: {type(model).__name__} has no layer that refold can replace; it runs as before.\n{done}")
         return done
@@ -273,12 +287,11 @@ def _refusal(module: nn.Module, kind: type) -> str | None:
         return "it belongs to a model that was accelerated by itself"
     if type(module).forward is not kind.forward:  # type: ignore[attr-defined]
         return f"its class {type(module).__name__} has a forward of its own"
-    takes = signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
-    if unknown := [p.name for p in takes if p.kind is not p.VAR_KEYWORD and p.name not in mixers.TAKES]:
+    mixer = MIXERS[kind.__name__]
+    if unknown := mixer.unknown_arguments(kind.forward):  # type: ignore[attr-defined]
         return f"refold does not know {', '.join(unknown)}, which its forward takes"
-    held = {name.split(".")[0] for name, _ in chain(module.named_parameters(), module.named_buffers())}
-    if held := held - mixers.HAS:
-        return f"refold does not know {', '.join(sorted(held))}, which it has"
+    if unknown := mixer.unknown_parts(module):
+        return f"refold does not know {', '.join(unknown)}, which it has"
     return "its forward was replaced on the instance" if _hidden(module) else None
 
 
@@ -311,8 +324,8 @@ def _set_class(module: Any, kind: Any) -> None:
 @cache
 def _mixer(kind: Any) -> type:
     """Return the subclass of a layer's class with refold's forward."""
-    forward = MIXERS[next(base.__name__ for base in kind.__mro__ if base.__name__ in MIXERS)]
-    return _subclass(kind, {"forward": forward})
+    mixer = MIXERS[next(base.__name__ for base in kind.__mro__ if base.__name__ in MIXERS)]
+    return _subclass(kind, {"forward": mixer.forward})
 
 
 @cache
