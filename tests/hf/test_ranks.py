@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import transformers as t
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import refold
 from refold.errors import ArgumentError, RefoldError
@@ -134,6 +135,38 @@ def sharded(group):
         yield float((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max().clamp(min=1e-3))
 
 
+def wrapped(group):
+    """Yield how gradients differ under DDP, which averages, and compiled, also where ranks have other tokens."""
+    model = make("granitemoehybrid", num_local_experts=0, position_embedding_type="rope").train()
+    own, _ = shard({"input_ids": ids(), "labels": ids()}, group)
+    plain, many, averaged = (copy.deepcopy(model) for _ in range(3))
+    for one in (plain, many, averaged):
+        refold.accelerate(one, group=group, positions=False)
+    plain(**own).loss.backward()
+    under = DistributedDataParallel(averaged)
+    (under(**own).loss * group.size()).backward()
+    for p, q in zip(plain.parameters(), averaged.parameters(), strict=True):
+        dist.all_reduce(p.grad)
+        yield float((q.grad - p.grad).abs().max() / p.grad.abs().max().clamp(min=1e-3))
+    nodes = []
+
+    def backend(graph, inputs):
+        nodes.extend(node for node in graph.graph.nodes if "_ranks" in str(node.target))
+        return graph
+
+    run = torch.compile(many, backend=backend)
+    for lengths in ((10, 5, 8), (6, 5, 12)):
+        tokens = {"input_ids": ids()[:, Cut(group, lengths).positions()], "cu_seq_lens_q": OFFSETS}
+        found = []
+        for call, of in ((plain, plain), (run, many)):
+            of.zero_grad()
+            call(**tokens).logits.square().mean().backward()
+            found.append([p.grad for p in of.parameters()])
+        for p, q in zip(*found, strict=True):
+            yield float((q - p).abs().max() / p.abs().max().clamp(min=1e-6))
+    yield 0.0 if len(nodes) >= 4 else float("inf")  # a convolution and a scan per layer, each time
+
+
 def refused(group):
     """Yield what calls say that a model cannot take over ranks; ``rank 1`` makes them, or all do."""
     model, rank, own = make("granitemoehybrid"), group.rank(), ids(2)
@@ -197,6 +230,7 @@ def work(rank, size):
             found["cases"][name] = compare(model, batch, groups[len(lengths)], lengths, **options)
     with mock.patch.multiple(dist, init_process_group=lambda *_: None, destroy_process_group=lambda: None):
         runpy.run_path(EXAMPLE)  # it ends with an error if ranks differ from one device
+    found["wrapped"] = list(wrapped(groups[3]))
     return (
         found
         | {"refused": list(refused(groups[3])), "checked": dict(checked(groups[3]))}
@@ -222,6 +256,10 @@ def test_each_rank_goes_on_from_a_prompt_that_all_have_read(results):
 
 def test_parameters_that_are_sharded(results):
     assert max(max(found["sharded"]) for found in results.values()) < 1e-4
+
+
+def test_under_ddp_and_compiled(results):
+    assert max(max(found["wrapped"]) for found in results.values()) < 1e-4
 
 
 def test_all_ranks_raise_what_cannot_be_honoured(results):

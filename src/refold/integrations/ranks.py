@@ -31,6 +31,9 @@ _UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of attention functions that change results, and that `attend` does not know."""
 
 
+_eager = torch.compiler.disable(reason="ranks agree, and gather keys and values, between the graphs")
+
+
 def refuse_others(model: nn.Module, replaced: Mapping[str, str], kept: Mapping[str, str]) -> None:
     """Refuse a model with layers that would not see the tokens of other ranks.
 
@@ -164,6 +167,7 @@ def watch(model: nn.Module, positions: bool, cut: Cut) -> list[Any]:
     ]
 
 
+@_eager
 def _enter(
     names: tuple[str, ...], anything: bool, positions: bool, cut: Cut, model: nn.Module, args: Any, kwargs: Any
 ) -> Any:
@@ -180,6 +184,7 @@ def _enter(
     return (), given
 
 
+@_eager
 def _leave(model: nn.Module, args: Any, output: Any) -> None:
     cut = borders.shared()
     borders.leave(model, args, output)
@@ -191,6 +196,7 @@ def _leave(model: nn.Module, args: Any, output: Any) -> None:
                 layer.keys, layer.values = whole(cut, keys, 2), whole(cut, layer.values, 2)
 
 
+@_eager
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
     scaling: float | None = None, **options: Any,
