@@ -93,7 +93,7 @@ def other_weights(case: Case) -> None:
 def _changed_little(case: Case) -> None:
     """C2: weights of which little changes, which a sum or a part of them does not tell."""
     sides, docket = case.sides, case.docket
-    values, changes = sides.actual("changed little"), list(inputs.CHANGES.items())
+    changes = list(inputs.CHANGES.items())
     if not docket.level.deep:
         changes = random.Random(docket.derived("changes")).sample(changes, 2)
     state = sides.other_weights("moved", "changed little")
@@ -101,7 +101,7 @@ def _changed_little(case: Case) -> None:
         own = [state[name].contiguous() for name in sides.parameters]
         state |= dict(zip(sides.parameters, change(own, docket.derived("weights", kind)), strict=True))
         sides.adopt(state, way="in place")
-        case.comparison.round(f"weights with {kind},", values, check="C2")
+        case.comparison.round(f"weights with {kind},", sides.actual("changed little", kind), check="C2")
 
 
 def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
