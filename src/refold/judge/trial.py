@@ -87,7 +87,7 @@ class Judge:
         hashes = costs.hashes() if docket.level.hashed else ""
         threads = torch.get_num_threads()
         try:
-            torch.set_num_threads(1)  # others would wait for work in a loop, on the processors that are timed
+            torch.set_num_threads(terms.threads)  # more would wait for work in a loop, on processors that are timed
             with Sides(original, candidate, inputs, docket, self.nursery) as sides:
                 sides.open()
                 case = Case(docket, sides, Comparison(docket, sides))
