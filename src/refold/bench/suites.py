@@ -125,7 +125,7 @@ GPU: tuple[tuple[str, dict[str, str]], ...] = (
     *((name, {}) for name in OPERATOR_SUITES),
     ("training", {}), ("granite-layer", {}), ("chunked-scan", {}), ("decode", {}), ("prefill", {}), ("generate", {}),
     ("linear-attention", {}), ("linear-attention", {"grad": "true"}), ("fusion-example", {}), ("engines", {}),
-    ("starts", {}),
+    ("starts", {}), ("portable-ssd", {}), ("published", {}),
     ("scale", {"ranks": "1"}), ("models", {"device": "cuda", "dtype": "bfloat16", "width": "0", "tokens": "2048"}),
     ("recurrences", {"device": "cuda"}), ("recurrences", {"device": "cuda", "grad": "true"}),
     ("kernelbench", {"device": "cuda"}), ("ssd-jax", {}), ("generation", {}),
