@@ -56,10 +56,12 @@ def delta_rule_backward(
         )
         bad = scan.bad(dy, dstate)
         rows = {name: getattr(bad, name).any(-1, keepdim=True) for name in ("q", "k")}
-        if normalize:  # one bad element spoils its vector
-            bad.q, bad.k = rows["q"].expand_as(q), rows["k"].expand_as(k)
+        if normalize:  # divided by its length, a vector with a NaN is NaN; one with infinities is zero but for these
+            bad.q = bad.q | q.isnan().any(-1, keepdim=True)
+            bad.k = bad.k | k.isnan().any(-1, keepdim=True)
         spoiled, clean = scan.spoiled_gradients(bad), scan.without(bad)
         if normalize:
+            clean.q, clean.k = clean.q.masked_fill(rows["q"], 0.0), clean.k.masked_fill(rows["k"], 0.0)
             spoiled |= {name: spoiled[name].any(-1, keepdim=True) | row for name, row in rows.items()}
         if g is not None and clean.g is not None:
             clean.g = clean.g.view(g.shape)
