@@ -216,6 +216,7 @@ ABSENT = {"mamba_ssm": "it cannot be imported, or has no such function", "fused"
 def rivals(case: Case) -> Row:
     """Return the times of other packages' kernels, and how near all results are to float64 if the call is graded."""
     row: Row = {"accuracy": {"refold": case.accuracy(case.run)}} if case.graded else {}
+    device = next(x.device for x in case.arguments.values() if isinstance(x, torch.Tensor))
     for name, run in (("mamba_ssm", case.peer), ("fused", case.fused)):
         if run is None:
             row[f"{name}_ms"] = f"not run: {ABSENT[name]}"
@@ -225,7 +226,7 @@ def rivals(case: Case) -> Row:
             if case.graded:
                 row["accuracy"][name] = case.accuracy(run)
                 with profiling():
-                    row.setdefault("longest", {})[name] = longest(take(name, run, torch.device("cuda")))
+                    row.setdefault("longest", {})[name] = longest(take(name, run, device))
         except Exception as error:  # whatever another package raises; the run goes on
             row[f"{name}_ms"] = f"not run: {type(error).__name__}: {str(error)[:200]}"
     return row
