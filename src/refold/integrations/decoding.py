@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
 from refold.integrations import mixers
-from refold.integrations.parts import DTYPES, original, quiet
+from refold.integrations.parts import DTYPES, original, quiet, shipped
 from refold.models.torch.layers import kernels
 
 BLOCKS = {"MambaBlock": "MambaRMSNorm", "FalconMambaBlock": "FalconMambaRMSNorm", "Mamba2Block": "Mamba2RMSNorm"}
@@ -62,7 +62,7 @@ def block(
     if type(mixer).forward not in (mamba, mamba2) or not all(map(mixers._untouched, (mixer, norm))):
         return None
     kind = original(norm)
-    if kind.__name__ not in BLOCKS.values() or not kind.__module__.startswith("transformers.models."):
+    if kind.__name__ not in BLOCKS.values() or not shipped(kind):
         return None
     cache = cache if cache_params is None else cache_params
     held = ready(mixer, hidden_states, cache, attention_mask, kwargs, norm=norm.weight)
@@ -76,10 +76,7 @@ def block(
 def is_block(kind: type) -> bool:
     """Whether blocks of this class run the forward of one of `BLOCKS`."""
     bases = [base for base in kind.__mro__ if base.__name__ in BLOCKS]
-    return any(
-        base.__module__.startswith("transformers.models.") and kind.forward is base.forward  # type: ignore[attr-defined]
-        for base in bases
-    )
+    return any(shipped(base) and kind.forward is base.forward for base in bases)  # type: ignore[attr-defined]
 
 
 def ready(
@@ -206,7 +203,7 @@ def _selection_norms(self: Any) -> tuple[float | None, tuple[Tensor, Tensor, Ten
         return None, None
     norms = self.dt_layernorm, self.b_layernorm, self.c_layernorm
     kind = original(norms[0])
-    if not kind.__module__.startswith("transformers.models.") or not all(map(mixers._untouched, norms)):
+    if not shipped(kind) or not all(map(mixers._untouched, norms)):
         return None
     name = {"FalconMambaWeightlessRMSNorm": "eps", "JambaRMSNorm": "variance_epsilon"}.get(kind.__name__, "")
     eps = {getattr(norm, name, None) if original(norm) is kind else None for norm in norms}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from refold.errors import CheckpointError
+from refold.integrations.parts import original, shipped
 from refold.models.checkpoint import layout
 from refold.models.configs import config_of
 from refold.models.torch import model_for
@@ -27,8 +28,8 @@ CLOSE = 1e-3
 
 def known(model: Any) -> bool:
     """Whether a lean model may compute this one."""
-    kind = getattr(type(model), "_refold_original", type(model))
-    return kind.__name__ in MODELS and kind.__module__.startswith("transformers.models.")
+    kind = original(model)
+    return kind.__name__ in MODELS and shipped(kind)
 
 
 class Lean:

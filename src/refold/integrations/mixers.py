@@ -35,6 +35,7 @@ from refold.compat.slots import to_read
 from refold.errors import ArgumentError
 from refold.integrations.documents import current, read, shared
 from refold.integrations.padding import Padding
+from refold.integrations.parts import shipped
 from refold.ops.torch.cuts import summed
 from refold.ops.torch.nodes import exporting_to_onnx
 from refold.parallel import Cut
@@ -236,7 +237,7 @@ def _decays(
     gate = getattr(self, names.gate)
     if padding is not None:  # a bounded gate of -inf has no gradient
         return gate(x).masked_fill(padding[..., None], 0), {}
-    if not (_untouched(gate) and type(gate).__module__.startswith("transformers.models.")):
+    if not (_untouched(gate) and shipped(type(gate))):
         return gate(x), {}
     bound = getattr(gate, "safe_gate_lower_bound", getattr(gate, "lower_bound", None))
     return _through(gate, names.a, x).unflatten(-1, (gate.num_heads, -1)), {
@@ -341,7 +342,7 @@ def _gated_norm(norm: Any, y: Tensor, z: Tensor) -> Tensor:
 def norm_options(norm: Any) -> dict[str, Any] | None:
     """Return the options with which `ops.gated_rmsnorm` is this norm; None if the norm must be called."""
     kind = type(norm)
-    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNormGated")):
+    if not (shipped(kind) and kind.__name__.endswith("RMSNormGated")):
         return None
     if not _untouched(norm):
         return None

@@ -25,6 +25,11 @@ _reading: ContextVar[Any] = ContextVar("refold_reading", default=None)
 """The cache with fixed memory that one token is read on top of."""
 
 
+def shipped(kind: type) -> bool:
+    """Whether a class is of one of transformers' own models, whose names mean what refold knows of them."""
+    return kind.__module__.startswith("transformers.models.")
+
+
 def original(module: Any) -> Any:
     """Give the class that a module had before `accelerate`."""
     return getattr(type(module), "_refold_original", type(module))
@@ -66,7 +71,7 @@ def norm_options(kind: Any) -> tuple[str, float] | None:
 
     The class is tried on numbers, since two formulas have the same name: ``weight`` or ``1 + weight`` times the norm.
     """
-    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNorm")):
+    if not (shipped(kind) and kind.__name__.endswith("RMSNorm")):
         return None
     weight, x, value = torch.tensor([0.5, -1.5, 2.0, 3.0]), torch.tensor([[1.0, 2.0, -3.0, 0.5]]), 0.25
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + value)

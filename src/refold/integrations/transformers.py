@@ -266,7 +266,7 @@ def _change(done: Acceleration, graphs: bool) -> None:
 def _kind(module: nn.Module) -> type | None:
     """Return the class of transformers that a layer is of, if there is a forward for it."""
     for kind in type(module).__mro__:
-        if kind.__name__ in MIXERS and kind.__module__.startswith("transformers.models."):
+        if kind.__name__ in MIXERS and parts.shipped(kind):
             return kind
     return None
 
