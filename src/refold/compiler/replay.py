@@ -86,8 +86,8 @@ def execute(
         raise Misfit("Inductor cannot compile it any more")
     if session.seen and (missing := applied.keys() - session.rows.keys()):
         raise Misfit(f"there is no {min(missing)} to be rewritten")
-    known = replace(known.saying(*session.notes), checks_s=session.checks_s)
-    known = replace(known, compile_s=time.perf_counter() - start - session.checks_s)
+    compile_s = time.perf_counter() - start - session.checks_s
+    known = replace(known.saying(*session.notes), checks_s=session.checks_s, compile_s=compile_s)
     if session.unjudged or not applied:
         return Outcome(compiled, known)
     outcome = session.last_word(compiled, known, eager)

@@ -364,6 +364,13 @@ def gated_delta_prefill(
     return o, state
 
 
+def _held(op: str, query_start_loc: Tensor, states: Tensor, cache_indices: Tensor) -> Slots:
+    """Return the slots of a call of SGLang's delta rules, one a sequence."""
+    slots = Slots.of(op, len(query_start_loc) - 1, len(states), -1, cache_indices=cache_indices)
+    assert slots is not None
+    return slots
+
+
 def gated_delta_extend(
     q: Tensor,
     k: Tensor,
@@ -381,9 +388,7 @@ def gated_delta_extend(
     Returns:
         Outputs like ``v``, ``(1, t, h, p)``.
     """
-    count = len(query_start_loc) - 1
-    slots = Slots.of("gated_delta_extend", count, len(ssm_states), -1, cache_indices=cache_indices)
-    assert slots is not None
+    slots = _held("gated_delta_extend", query_start_loc, ssm_states, cache_indices)
     o, after = gated_delta_prefill(q, k, v, g, beta, slots.read(ssm_states), True, query_start_loc)
     if inplace_update:
         assert after is not None
@@ -416,8 +421,7 @@ def gated_delta_decode(
     op, count = "gated_delta_decode", len(query_start_loc) - 1
     if q.shape[:2] != (1, count):
         raise BackendUnsupported(f"{op}: one token a sequence is computed; got q {tuple(q.shape)}, {count} sequences.")
-    slots = Slots.of(op, count, len(ssm_states), -1, cache_indices=cache_indices)
-    assert slots is not None
+    slots = _held(op, query_start_loc, ssm_states, cache_indices)
 
     def step(rows: Tensor) -> tuple[Tensor, Tensor]:
         y, after = ops.delta_rule_step(
@@ -459,8 +463,7 @@ def kimi_delta_extend(
     op = "kimi_delta_extend"
     if return_intermediate_states:
         raise BackendUnsupported(f"{op}: states inside prompts are not computed.")
-    slots = Slots.of(op, len(query_start_loc) - 1, len(ssm_states), -1, cache_indices=cache_indices)
-    assert slots is not None
+    slots = _held(op, query_start_loc, ssm_states, cache_indices)
     o, after = fla.chunk_kda(
         q, k, v, g, beta, initial_state=slots.read(ssm_states), output_final_state=True, use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=A_log is not None, use_beta_sigmoid_in_kernel=beta_is_raw, lower_bound=lower_bound,
