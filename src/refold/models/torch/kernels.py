@@ -269,7 +269,7 @@ def take(
     """Write down the next token of each row: the likeliest one, or the one in ``token``.
 
     Args:
-        logits: ``(b, vocab)``, float32.
+        logits: ``(b, vocab)``, float32; float64 in a model of float64.
         token: The token that is read next, ``(b,)``, int64.
         tokens: All tokens, ``(b, room)``, int32; -1 for rows that are done.
         count: Tokens written so far in each row, ``(b,)``, int32.
@@ -696,7 +696,7 @@ def _take_kernel(
     """Grid (rows). Of equal logits the first counts, as in PyTorch."""
     row = tl.program_id(0).to(tl.int64)
     if GREEDY:
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        best = tl.full((BLOCK,), float("-inf"), logits_ptr.dtype.element_ty)
         place = tl.zeros((BLOCK,), tl.int32)
         for begin in range(0, vocab, BLOCK):
             offs = begin + tl.arange(0, BLOCK)
