@@ -44,9 +44,10 @@ def said(path):
 
 
 @pytest.mark.parametrize("path", CANDIDATES, ids=lambda path: path.stem)
-def test_the_verdict_is_the_expected_one(path, nursery):
+def test_the_verdict_is_the_expected_one(path, nursery, record_property):
     expect, terms = said(path)
     first = program(ATTACKS / "original.py", role="original")
     options = {"accept": "right", "timeout": 40.0, "device": "cuda", "level": "full"} | terms
     verdict = Judge(nursery).decide(first, program(path, role="candidate"), None, Terms(**options), seed=20)
+    record_property("decided_by", verdict.check or verdict.outcome)
     assert (verdict.check or verdict.outcome) in expect, str(verdict)
