@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from .engines import COMPARED, REPLACED
+from .engines import COMPARED, REPLACED, RUN
 from .engines.doors import version
 from .generate.cli import jax_devices
 from .versions import TESTED, is_tested, losses, tested, untested
@@ -112,7 +112,7 @@ def _engines() -> dict[str, str]:
             found[name] = NONE
             continue
         known = "signatures compared" if installed in compared else f"not compared; {', '.join(compared)} were"
-        found[name] = f"{installed} ({known}; never run by refold's tests): {REPLACED[name]}"
+        found[name] = f"{installed} ({known}; {RUN.get(name, 'no test runs it')}): {REPLACED[name]}"
     return found
 
 

