@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import typer
 
 from ..errors import ArgumentError, CapacityError, RefoldError
 from . import plots, progress, rows
-from .suites import GPU, SUITES, choose
+from .suites import GPU, SUITES, choose, free_memory
 
 app = typer.Typer(help="Run benchmarks, and compare and draw their results.", no_args_is_help=True)
 
@@ -84,7 +83,7 @@ def run(
         with progress.shown(total, quiet) as told, progress.active(progress.Run(done, told, ends=ends)) as running:
             for suite, options, command in chosen:
                 running.suite = suite.name
-                _free_memory()
+                free_memory()
                 try:
                     for row in suite.load()(**options):
                         refused += "refused" in row
@@ -172,15 +171,6 @@ def plot(
 def env_command() -> None:
     """Print the versions and devices on which measurements depend, as JSON."""
     typer.echo(json.dumps(rows.environment(), indent=2))
-
-
-def _free_memory() -> None:
-    """Give the memory of a GPU back that the suite before kept for itself."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _no_memory(error: Exception) -> str | None:

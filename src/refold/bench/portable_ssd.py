@@ -1,8 +1,9 @@
 """Generation by the published portable SSD in JAX, and by refold's generators with JAX and PyTorch: the same weights.
 
-Weights are random: float32 on a CPU, bfloat16 on a GPU, where states are float32 in refold's. Times are of whole calls,
-in turns. ``errors`` are of the logits after the prompt, against the same weights in float64; ``equal`` counts the
-tokens, of those decoded greedily, that are those of float64. With ``exact=false`` there is neither.
+Weights are random: float32 on a CPU, bfloat16 on a GPU, where states are float32 in refold's, and where the products of
+mamba2-jax are float32, because its normalisations return that. Times are of whole calls, in turns. ``errors`` are of
+the logits after the prompt, against the same weights in float64; ``equal`` counts the tokens, of those decoded
+greedily, that are those of float64. With ``exact=false`` there is neither.
 """
 
 from __future__ import annotations

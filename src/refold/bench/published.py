@@ -131,7 +131,7 @@ def published(
     """Compare refold with five published results, by their own code in the same run where that can run."""
     check_names("published: device", [device], PARTS)
     check_names("published: results", results, RESULTS)
-    from .suites import find
+    from .suites import find, free_memory
 
     for part in PARTS[device]:
         folder = Path(peers) / (part.peer or "")
@@ -139,6 +139,7 @@ def published(
         name = f"{part.suite} {' '.join(f'{key}={_text(value)}' for key, value in part.options.items())}".strip()
         if not {part.result, COUNTED} & {*results} or not wanted(part=name):
             continue
+        free_memory()
         with active(Run(told=lambda _: None)):
             for row in find(part.suite).load()(**options):
                 for found in (judged(part, row), counted(row)):

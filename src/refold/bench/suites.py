@@ -6,6 +6,7 @@ defaults of the options give their types: a tuple takes values separated by comm
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -166,3 +167,12 @@ def choose(names: Iterable[str], given: Mapping[str, str]) -> list[tuple[Suite, 
         for options in meant:
             options[option] = text
     return found
+
+
+def free_memory() -> None:
+    """Give the memory of a GPU back that the suite before kept for itself."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
