@@ -230,6 +230,10 @@ def verify(
     if not str(original).endswith(".json") and (workload or trace):
         raise _Refusal("--workload and --trace go with a definition and a solution in JSON")
     with _stages("loading", quiet, verbose):
+        if sys.platform == "linux":
+            from . import early
+
+            early.start()
         _torch()
         from . import judge
 

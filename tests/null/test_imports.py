@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2] / "src" / "refold"
 
 # A part may import those above it in this list, and itself.
 ORDER = [
-    ["errors", "axes", "cache", "memory"],
+    ["errors", "axes", "cache", "memory", "early"],
     ["versions"],
     ["ops"],
     ["verify"],

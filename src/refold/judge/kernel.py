@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import re
 import signal
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,12 @@ _RESTARTED = {"x86_64": 219, "aarch64": 128}
 _MAPPING = re.compile(r"^(\w+)-(\w+) .(.)\S* (\w+) \S+ (\d+)", re.MULTILINE)
 
 
+def read(name: str) -> str:
+    """Read a file of /proc; not by a Path, which takes longer to make than the file to read."""
+    with open(f"/proc/{name}", errors="replace") as file:
+        return file.read()
+
+
 class Mapping(NamedTuple):
     """A part of a process's memory, and the file that is there."""
 
@@ -45,9 +51,14 @@ class Mapping(NamedTuple):
 def mappings(pid: int) -> list[Mapping]:
     """List the memory of a process; nothing if it has ended, which others notice."""
     with contextlib.suppress(OSError):
-        parts = _MAPPING.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace"))
-        return [Mapping(int(a, 16), int(b, 16), w == "w", int(at, 16), int(inode)) for a, b, w, at, inode in parts]
+        return _mappings(read(f"{pid}/maps"))
     return []
+
+
+@functools.lru_cache(8)
+def _mappings(text: str) -> list[Mapping]:
+    parts = _MAPPING.findall(text)
+    return [Mapping(int(a, 16), int(b, 16), w == "w", int(at, 16), int(inode)) for a, b, w, at, inode in parts]
 
 
 def copy(pid: int, address: int, here: torch.Tensor, *, out: bool) -> int:
@@ -66,7 +77,7 @@ def copy(pid: int, address: int, here: torch.Tensor, *, out: bool) -> int:
 
 def stat(process: int | str) -> list[str]:
     """Read what /proc tells of a process, or of a thread ``process/task/thread``, from its state on."""
-    return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return read(f"{process}/stat").rpartition(")")[2].split()
 
 
 def threads(pid: int) -> set[str]:
@@ -93,7 +104,7 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     for thread in threads(pid):
         with contextlib.suppress(OSError):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+            found += map(int, read(f"{pid}/task/{thread}/children").split())
     return found
 
 
@@ -114,8 +125,7 @@ def parents(pid: int) -> list[int]:
 
 def forks() -> int:
     """Count the processes and threads that this machine has started so far."""
-    with open("/proc/stat") as counts:
-        return next((int(line.split()[1]) for line in counts if line.startswith("processes")), 0)
+    return next((int(line.split()[1]) for line in read("stat").splitlines() if line.startswith("processes")), 0)
 
 
 def data_bytes(status: str) -> int:
@@ -135,7 +145,7 @@ def activity(pid: int, wanted: str = "") -> dict[str, tuple[int, int]]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
             if wanted and stat(f"{pid}/task/{thread}")[0] not in wanted:
                 return {}
-            ran, _, turns = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+            ran, _, turns = read(f"{pid}/task/{thread}/schedstat").split()
             found[thread] = (int(ran), int(turns))
     return found
 
@@ -146,12 +156,12 @@ def wakes(pid: int) -> str:
     with contextlib.suppress(OSError):
         for thread in threads(pid) if known else ():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
-                fields = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+                fields = read(f"{pid}/task/{thread}/syscall").split()
                 if fields and fields[0].isdigit() and not _waits_for_ever(int(fields[0]), fields[1:7]):
                     return f"a thread of it sleeps in a call of the kernel that time may end (number {fields[0]})"
-        if any("[timerfd]" in os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()):
+        if any("[timerfd]" in os.readlink(entry) for entry in os.scandir(f"/proc/{pid}/fd")):
             return "it has a timer"
-        if Path(f"/proc/{pid}/timers").read_text():
+        if read(f"{pid}/timers"):
             return "it has a timer"
     return ""
 

@@ -20,20 +20,16 @@ from pathlib import Path
 
 import torch
 
+from .. import early
 from . import kernel
 from .errors import Misbehaved, Unjudgeable
 from .messages import Start
 from .process import Process
 from .shared import Shared
 
-WORKER = Path(__file__).with_name("worker.py")
 _ROOT = Path(__file__).parents[2]
 _HEADERS = "precompiled_headers"
-_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # Inductor's pool of compile processes would outlive a call
-_CAREFUL = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}  # of glibc: look, and abort
 _REMOVED_S = 60.0  # in which a folder must be removed, however deep it is
-# What a process may find in its environment, in addition to its private folders.
-_ENVIRONMENT = "PATH LANG LC_ALL CC CXX CUDA_HOME CUDA_PATH CUDA_VISIBLE_DEVICES LD_LIBRARY_PATH"
 
 
 class Nursery:
@@ -73,20 +69,7 @@ class Nursery:
     @functools.cached_property
     def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """The process that forks others, and the channel to it."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {name: os.environ[name] for name in _ENVIRONMENT.split() if name in os.environ}
-        environment |= {f"{library}_NUM_THREADS": str(self.threads) for library in ("OMP", "MKL", "NUMBA")}
-        environment |= {"USER": pwd.getpwuid(os.getuid()).pw_name}  # so that nobody reads /etc/passwd for it
-        environment |= _ALONE | (_CAREFUL if self._careful else {})
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-I", str(WORKER), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # an interruption at the terminal is the judge's to handle
-            )
-        return process, ours
+        return early.take(self.threads, careful=self._careful)
 
     def __enter__(self) -> Nursery:
         return self
@@ -176,7 +159,7 @@ class Nursery:
 
     def is_careful(self) -> bool:
         """Say whether the C library has the part that does so; known once it has started a process."""
-        return "libc_malloc_debug" in Path(f"/proc/{self._started[0].pid}/maps").read_text()
+        return "libc_malloc_debug" in kernel.read(f"{self._started[0].pid}/maps")
 
     def strangers(self) -> list[int]:
         """List the children of the nursery that it did not fork for a program: what one left running."""
@@ -213,7 +196,7 @@ def _private(folder: Path, *, fresh: bool) -> dict[str, str]:
         here.mkdir(parents=True)
         for header in itertools.chain.from_iterable(Path(headers).glob("*.gch") for headers in _headers()):
             (here / header.name).symlink_to(header)
-    return {name: str(folder / part) for name, part in inside.items()} | _ALONE
+    return {name: str(folder / part) for name, part in inside.items()} | early.ALONE
 
 
 def _remove(folder: Path) -> None:

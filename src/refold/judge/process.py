@@ -464,7 +464,7 @@ class Process:
     def queue_time(self) -> float:
         """Return the seconds that the first thread has waited for a processor so far."""
         try:
-            return int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[1]) * 1e-9
+            return int(kernel.read(f"{self.pid}/task/{self.pid}/schedstat").split()[1]) * 1e-9
         except (OSError, IndexError):  # it has ended, or the kernel does not count
             return 0.0
 
@@ -478,7 +478,7 @@ class Process:
     def held(self) -> int:
         """Return the bytes of memory that it may write, as far as the system tells."""
         with self._alive():
-            return kernel.data_bytes(Path(f"/proc/{self.pid}/status").read_text(errors="replace"))
+            return kernel.data_bytes(kernel.read(f"{self.pid}/status"))
 
     def births(self) -> int | None:
         """Return the number that the next process of its namespace has, which counts all that were started there.

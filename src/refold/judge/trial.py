@@ -22,6 +22,7 @@ from .terms import Terms
 from .verdict import Verdict
 
 log = logging.getLogger("refold")
+LARGE = 1 << 22  # numbers among inputs, from which on more threads than one compare them sooner
 
 CHECKS: tuple[tuple[Check, bool], ...] = (
     (original.says_something, False),
@@ -87,9 +88,11 @@ class Judge:
         hashes = costs.hashes() if docket.level.hashed else ""
         threads = torch.get_num_threads()
         try:
-            torch.set_num_threads(terms.threads)  # more would wait for work in a loop, on processors that are timed
+            torch.set_num_threads(1)  # others wait for work in a loop, for longer than small tensors need one
             with Sides(original, candidate, inputs, docket, self.nursery) as sides:
                 sides.open()
+                if sum(t.numel() for t in sides.first) > LARGE:
+                    torch.set_num_threads(terms.threads)
                 case = Case(docket, sides, Comparison(docket, sides))
                 for check, deep in self.checks:
                     if docket.level.deep or not deep:

@@ -5,10 +5,11 @@ import importlib.util
 import pytest
 import torch
 
-from refold.judge import Nursery, judge, nursery, source
+from refold import early
+from refold.judge import Nursery, judge, source
 from refold.judge.private import COSTS
 
-JUDGE = nursery.WORKER.parent
+JUDGE = early.WORKER.parent
 NAMES = [name.rpartition(".")[2] for name in COSTS]
 HOOKED = torch.nn.Linear(2, 2)
 HOOKED.register_forward_hook(lambda *_: None)
@@ -58,7 +59,7 @@ def test_without_a_name_one_thing_is_not_seen(tmp_path, name):
 
 def test_a_trial_decides_without_any_of_them(tmp_path, monkeypatch):
     _copy(tmp_path, NAMES)
-    monkeypatch.setattr(nursery, "WORKER", tmp_path / "worker.py")
+    monkeypatch.setattr(early, "WORKER", tmp_path / "worker.py")
     original = source(PROGRAM.format(name="Model", value="a @ b"), name="original.py", role="original")
     with Nursery(threads=1) as started:
         for value, code in (("torch.einsum('ij,jk->ik', a, b)", 0), ("a @ b * 1.001", 1)):
