@@ -26,6 +26,11 @@ def _configs() -> dict[str, tuple[type, object]]:
         "mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 3, "mamba_chunk_size": 32, "initializer_range": 0.2,
         "attn_layer_indices": [1], "max_position_embeddings": 512,
     }  # fmt: skip
+    qwen = {
+        **common, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 40,
+        "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20, "initializer_range": 0.2, "tie_word_embeddings": False,
+    }  # fmt: skip
     mamba2 = {**common, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 16, "state_size": 12, "chunk_size": 32}
     return {
         "mamba": (t.MambaForCausalLM, t.MambaConfig(**common, num_hidden_layers=3, state_size=8)),
@@ -143,6 +148,31 @@ def _configs() -> dict[str, tuple[type, object]]:
                 }
             ),
         ),
+        "qwen3.5": (t.Qwen3_5ForCausalLM, t.Qwen3_5TextConfig(**qwen)),
+        "qwen3.5-odd": (
+            t.Qwen3_5ForCausalLM,
+            t.Qwen3_5TextConfig(
+                **{
+                    **qwen,
+                    "hidden_size": 45,
+                    "num_attention_heads": 3,
+                    "num_key_value_heads": 3,
+                    "head_dim": 10,
+                    "linear_num_key_heads": 3,
+                    "linear_num_value_heads": 3,
+                    "linear_key_head_dim": 5,
+                    "linear_value_head_dim": 9,
+                    "linear_conv_kernel_dim": 3,
+                    "num_hidden_layers": 3,
+                    "rms_norm_eps": 1e-2,
+                    "attention_bias": True,
+                    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                    "tie_word_embeddings": True,
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 1.0},
+                }
+            ),
+        ),
+        "qwen3-next": (t.Qwen3NextForCausalLM, t.Qwen3NextConfig(**qwen, num_experts=0)),
         "bamba-whole-rotation": (
             t.BambaForCausalLM,
             t.BambaConfig(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..models import counts
-from ..models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
+from ..models.configs import Config, HybridConfig, Mamba2Config, MambaConfig, Mixer2Config
 from .rows import Row
 
 
@@ -22,8 +22,8 @@ def mamba2(d_model: int, nlayers: int) -> Mamba2Config:
 MODELS: dict[str, Config] = {
     "130M": mamba2(768, 24), "370M": mamba2(1024, 48), "1.3B": mamba2(2048, 48), "2.7B": mamba2(2560, 64),
     "mamba1-130M": MambaConfig(vocab_size=50280, d_model=768, nlayers=24, d_inner=1536, dstate=16, dt_rank=48),
-    "hybrid-340M": GraniteHybridConfig(
-        vocab_size=100352, kinds=(("mamba",) * 7 + ("attention",)) * 4, nheads=12, nkvheads=4, headdim=64,
+    "hybrid-340M": HybridConfig(
+        vocab_size=100352, kinds=(("mixer",) * 7 + ("attention",)) * 4, nheads=12, nkvheads=4, headdim=64,
         mixer=Mixer2Config(d_model=768, nheads=48, headdim=32, ngroups=1, dstate=128), attention_bias=False,
         rope_theta=None, shared_dim=2048, expert_dim=0, nexperts=0, experts_per_token=0, embedding_multiplier=12.0,
         residual_multiplier=0.246, attention_multiplier=0.015625, logits_divisor=3.0, max_positions=32768,

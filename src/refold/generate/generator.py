@@ -21,7 +21,7 @@ import numpy as np
 from refold.errors import ArgumentError, CapacityError, CheckpointError
 from refold.generate.sampling import Sampling
 from refold.models import counts
-from refold.models.configs import Config, GraniteHybridConfig
+from refold.models.configs import Config, HybridConfig
 
 PIECE = 8192
 """Longest piece of a prompt that is read at once; longer prompts are read piece by piece."""
@@ -255,7 +255,7 @@ class BaseGenerator(ABC, Generic[C]):
 
     def _make_room(self, conversation: C, new: int) -> None:
         """Let the key-value cache of a hybrid model hold ``new`` more tokens."""
-        if not isinstance(self.config, GraniteHybridConfig):
+        if not isinstance(self.config, HybridConfig):
             return
         need = int(self.lengths(conversation).max()) + new
         if need > self._capacity(conversation):
@@ -269,7 +269,7 @@ class BaseGenerator(ABC, Generic[C]):
         read = 0 if conversation is None else int(self.lengths(conversation).max())
         ssm, conv = counts.state_elements(config)
         need = (copies + (conversation is None)) * batch * (ssm * state + conv * weight)
-        if isinstance(config, GraniteHybridConfig):
+        if isinstance(config, HybridConfig):
             check_positions(config, read + new)
             held = 0 if conversation is None else self._capacity(conversation)
             room = max(held, bucket(read + new))
@@ -357,7 +357,7 @@ def check_positions(config: Config, tokens: int) -> None:
     Raises:
         ArgumentError: it has fewer.
     """
-    if isinstance(config, GraniteHybridConfig) and tokens > config.max_positions:
+    if isinstance(config, HybridConfig) and tokens > config.max_positions:
         raise ArgumentError(
             f"{tokens} tokens do not fit: the model has {config.max_positions} positions "
             "(max_position_embeddings). Shorten the prompt or max_new_tokens."

@@ -7,8 +7,8 @@ float32.
 """
 
 import pickle
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from refold.errors import CheckpointError, MissingDependency
-from refold.models.configs import Config, GraniteHybridConfig, MambaConfig, Mixer2Config, read_config, read_json
+from refold.models.configs import (
+    Config,
+    DeltaConfig,
+    HybridConfig,
+    MambaConfig,
+    Mixer2Config,
+    read_config,
+    read_json,
+)
 
 Params = dict[str, Any]
 
@@ -46,6 +54,8 @@ class Entry:
         depth: Number of layers of its kind.
         exact: Whether it is kept in float32 whatever the dtype.
         squeeze: Whether a middle axis of length one is dropped (convolution weights).
+        rows: Where several tensors make one array: how many rows it has, and which of them these are.
+        shift: Added to the numbers of the files: 1 where norms are stored as their distance from one.
     """
 
     key: str
@@ -55,11 +65,18 @@ class Entry:
     depth: int = 0
     exact: bool = False
     squeeze: bool = False
+    rows: tuple[int, Any] | None = None
+    shift: int = 0
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Shape of one layer's array in the parameters."""
+        """Shape of this tensor in the parameters."""
         return (self.shape[0], self.shape[2]) if self.squeeze else self.shape
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Shape of one layer's array in the parameters."""
+        return self.stored if self.rows is None else (self.rows[0], *self.stored[1:])
 
 
 def load_checkpoint(model: str | Path, dtype: str | None = None, arrays: Arrays | None = None) -> tuple[Config, Params]:
@@ -119,17 +136,17 @@ def find_checkpoint(model: str | Path) -> Path:
 
 def layout(config: Config) -> Iterator[Entry]:
     """List every tensor of a configuration, in the names of the checkpoint's writer."""
-    granite = isinstance(config, GraniteHybridConfig)
-    root = "model" if granite else "backbone"
-    embedding = "embed_tokens" if granite else "embedding" if config.layout == "state-spaces" else "embeddings"
+    hybrid = isinstance(config, HybridConfig)
+    root = config.root if isinstance(config, HybridConfig) else "backbone"
+    embedding = "embed_tokens" if hybrid else "embedding" if config.layout == "state-spaces" else "embeddings"
     table = (config.vocab_size, config.d_model)
     yield Entry(f"{root}.{embedding}.weight", table, ("embedding",))
-    norm = "norm_f" if not granite else "final_layernorm" if config.layout == "bamba" else "norm"
-    yield Entry(f"{root}.{norm}.weight", (config.d_model,), ("norm",))
+    norm = "norm_f" if not hybrid else "final_layernorm" if config.layout == "bamba" else "norm"
+    yield _shifted(config, Entry(f"{root}.{norm}.weight", (config.d_model,), ("norm",)))
     if not config.tied:
         yield Entry("lm_head.weight", table, ("head",))
-    if isinstance(config, GraniteHybridConfig):
-        yield from _granite_layers(config)
+    if isinstance(config, HybridConfig):
+        yield from (_shifted(config, entry) for entry in _hybrid_layers(config))
     else:
         mixer = _mamba_mixer(config) if isinstance(config, MambaConfig) else _mamba2_mixer(config.mixer)
         parts = {"norm.weight": ("norm", (config.d_model,))} | {f"mixer.{key}": part for key, part in mixer.items()}
@@ -139,11 +156,21 @@ def layout(config: Config) -> Iterator[Entry]:
 
 _EXACT = {"A_log", "D", "dt_bias"}
 _Parts = dict[str, tuple[str, tuple[int, ...]]]
+_NORMS = {"norm", "mlp_norm", "q_norm", "k_norm"}
 
 
-def _entries(prefix: str, kind: str, parts: _Parts, index: int, depth: int) -> Iterator[Entry]:
+def _entries(
+    prefix: str, kind: str, parts: _Parts, index: int, depth: int, rows: Mapping[str, tuple[int, Any]] | None = None
+) -> Iterator[Entry]:
     for key, (name, shape) in parts.items():
-        yield Entry(f"{prefix}.{key}", shape, (kind, name), index, depth, name in _EXACT, name == "conv_weight")
+        where = (rows or {}).get(key)
+        yield Entry(f"{prefix}.{key}", shape, (kind, name), index, depth, name in _EXACT, name == "conv_weight", where)
+
+
+def _shifted(config: Config, entry: Entry) -> Entry:
+    """Let the norms of Qwen be around one, in float32: bfloat16 would round what their distances from one tell."""
+    shifts = config.layout.startswith("qwen") and entry.path[-1] in _NORMS
+    return replace(entry, shift=1, exact=True) if shifts else entry
 
 
 def _mamba_mixer(c: MambaConfig) -> _Parts:
@@ -184,18 +211,40 @@ def _mamba2_mixer(c: Mixer2Config) -> _Parts:
     return parts
 
 
-def _granite_layers(c: GraniteHybridConfig) -> Iterator[Entry]:
+def _delta_mixer(c: DeltaConfig, layout: str) -> tuple[_Parts, dict[str, tuple[int, Any]]]:
+    """Return the parts of a delta rule, and the rows of ``in_proj``, which is z, q, k, v, b and a, for each tensor."""
+    values, keys, heads = c.d_inner, c.ngroups * c.dstate, c.nheads
+    sizes = [values, keys, keys, values, heads, heads]
+    z, q, k, v, b, a = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    if layout == "qwen3_next":  # its rows are sorted by groups of heads
+        names = {"qkvz": (q, k, v, z), "ba": (b, a)}
+        rows = {n: np.concatenate([r.reshape(c.ngroups, -1) for r in parts], 1).ravel() for n, parts in names.items()}
+    else:
+        rows = {"qkv": np.concatenate([q, k, v]), "z": z, "b": b, "a": a}
+    parts: _Parts = {f"in_proj_{name}.weight": ("in_proj", (len(r), c.d_model)) for name, r in rows.items()}
+    parts |= {
+        "conv1d.weight": ("conv_weight", (c.conv_dim, 1, c.conv_width)),
+        "A_log": ("A_log", (c.nheads,)),
+        "dt_bias": ("dt_bias", (c.nheads,)),
+        "norm.weight": ("gated_norm", (c.headdim,)),
+        "out_proj.weight": ("out_proj", (c.d_model, values)),
+    }
+    return parts, {f"in_proj_{name}.weight": (sum(sizes), r) for name, r in rows.items()}
+
+
+def _hybrid_layers(c: HybridConfig) -> Iterator[Entry]:
     common: _Parts = {"input_layernorm.weight": ("norm", (c.d_model,))}
-    if c.layout == "bamba":
-        common["pre_ff_layernorm.weight"] = ("mlp_norm", (c.d_model,))
+    if c.layout != "transformers":
+        norm, mlp = ("pre_ff_layernorm", "feed_forward") if c.layout == "bamba" else ("post_attention_layernorm", "mlp")
+        common[f"{norm}.weight"] = ("mlp_norm", (c.d_model,))
         for name, key, rows, columns in (
             ("mlp_gate", "gate_proj", c.shared_dim, c.d_model),
             ("mlp_up", "up_proj", c.shared_dim, c.d_model),
             ("mlp_out", "down_proj", c.d_model, c.shared_dim),
         ):
-            common[f"feed_forward.{key}.weight"] = (name, (rows, columns))
+            common[f"{mlp}.{key}.weight"] = (name, (rows, columns))
             if c.mlp_bias:
-                common[f"feed_forward.{key}.bias"] = (f"{name}_bias", (rows,))
+                common[f"{mlp}.{key}.bias"] = (f"{name}_bias", (rows,))
     else:
         common |= {
             "post_attention_layernorm.weight": ("mlp_norm", (c.d_model,)),
@@ -210,19 +259,26 @@ def _granite_layers(c: GraniteHybridConfig) -> Iterator[Entry]:
         }
     query, keys = c.nheads * c.headdim, c.nkvheads * c.headdim
     attention: _Parts = {}
-    for name, rows, columns in (("q", query, c.d_model), ("k", keys, c.d_model), ("v", keys, c.d_model)):
-        attention[f"{name}_proj.weight"] = (name, (rows, columns))
+    for name, rows in (("q", query * (1 + c.gated)), ("k", keys), ("v", keys)):
+        attention[f"{name}_proj.weight"] = (name, (rows, c.d_model))
         if c.attention_bias:
             attention[f"{name}_proj.bias"] = (f"{name}_bias", (rows,))
     attention["o_proj.weight"] = ("o", (c.d_model, query))
     if c.attention_bias:
         attention["o_proj.bias"] = ("o_bias", (c.d_model,))
-    kinds = {"mamba": ("mamba", _mamba2_mixer(c.mixer)), "attention": ("self_attn", attention)}
+    if c.gated:
+        attention |= {f"{name}_norm.weight": (f"{name}_norm", (c.headdim,)) for name in ("q", "k")}
+    if isinstance(c.mixer, DeltaConfig):
+        mixer, places = _delta_mixer(c.mixer, c.layout)
+    else:
+        mixer, places = _mamba2_mixer(c.mixer), {}
+    mixer_name = "linear_attn" if isinstance(c.mixer, DeltaConfig) else "mamba"
+    kinds = {"mixer": (mixer_name, mixer), "attention": ("self_attn", attention)}
     seen = dict.fromkeys(kinds, 0)
     for layer, kind in enumerate(c.kinds):
-        name, parts = kinds[kind]
-        yield from _entries(f"model.layers.{layer}", "layers", common, layer, c.nlayers)
-        yield from _entries(f"model.layers.{layer}.{name}", kind, parts, seen[kind], c.kinds.count(kind))
+        prefix, (name, parts) = f"{c.root}.layers.{layer}", kinds[kind]
+        yield from _entries(prefix, "layers", common, layer, c.nlayers)
+        yield from _entries(f"{prefix}.{name}", kind, parts, seen[kind], c.kinds.count(kind), places)
         seen[kind] += 1
 
 
@@ -348,6 +404,10 @@ def _need_ml_dtypes(path: Path) -> Any:
     return ml_dtypes
 
 
+_UNUSED = {"qwen3_5": ("mtp.", "model.visual."), "qwen3_next": ("mtp.",)}
+"""What checkpoints hold for other uses: to guess several tokens at once, and to see. As in transformers, no error."""
+
+
 def _check_keys(directory: Path, config: Config, entries: list[Entry], tensors: dict[str, _Tensor]) -> None:
     for key, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
@@ -356,7 +416,7 @@ def _check_keys(directory: Path, config: Config, entries: list[Entry], tensors: 
                 "Checkpoints with quantised weights are not supported."
             )
     expected = {entry.key: entry for entry in entries}
-    extra = set(tensors) - set(expected)
+    extra = {key for key in set(tensors) - set(expected) if not key.startswith(_UNUSED.get(config.layout, ()))}
     if config.tied and "lm_head.weight" in extra:
         # A tied head is stored a second time by some writers; it must be the same one.
         extra.remove("lm_head.weight")
@@ -405,10 +465,13 @@ def _assemble(entries: list[Entry], tensors: dict[str, _Tensor], dtype: str | No
         for name in entry.path[:-1]:
             place = place.setdefault(name, {})
         if entry.path[-1] not in place:
-            shape = entry.stored if entry.index is None else (entry.depth, *entry.stored)
+            shape = entry.whole if entry.index is None else (entry.depth, *entry.whole)
             place[entry.path[-1]] = arrays.empty(shape, "float32" if entry.exact else dtype or tensor.dtype)
         target = place[entry.path[-1]]
-        (target if entry.index is None else target[entry.index])[...] = tensor.read().reshape(entry.stored)
+        target = target if entry.index is None else target[entry.index]
+        target[... if entry.rows is None else entry.rows[1]] = tensor.read().reshape(entry.stored)
+        if entry.shift:
+            target += entry.shift
     return params
 
 
@@ -436,7 +499,7 @@ def random_params(config: Config, seed: int = 0, dtype: str = "float32") -> Para
         if name == "dt_bias":
             return np.log(np.expm1(np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), entry.shape))))
         if name == "D" or name.endswith("norm"):
-            return np.ones(entry.shape)
+            return np.full(entry.shape, 1 - entry.shift)
         return rng.standard_normal(entry.shape, np.float32) * (0.02 if entry.index is None else entry.shape[-1] ** -0.5)
 
     entries = list(layout(config))

@@ -68,6 +68,21 @@ class Mixer2Config:
         """Channels that pass the convolution: x, B and C."""
         return self.d_inner + 2 * self.ngroups * self.dstate
 
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of the recurrent state of one row."""
+        return self.nheads, self.headdim, self.dstate
+
+
+@dataclass(frozen=True)
+class DeltaConfig(Mixer2Config):
+    """One gated delta rule: ``nheads`` heads of ``headdim`` values, ``ngroups`` of ``dstate`` keys and queries."""
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of the recurrent state of one row."""
+        return self.nheads, self.dstate, self.headdim
+
 
 @dataclass(frozen=True)
 class Mamba2Config:
@@ -92,11 +107,12 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True)
-class GraniteHybridConfig:
-    """Granite 4 and Bamba: Mamba-2 and attention layers in the order of ``kinds``, each followed by an MLP or experts.
+class HybridConfig:
+    """Granite 4, Bamba and Qwen3.5: mixers and attention in the order of ``kinds``, each followed by an MLP or experts.
 
     ``rope_theta`` is None where attention sees no positions; the first ``rope_dim`` numbers of a head are rotated, all
-    if None. ``nexperts`` 0 means no mixture of experts.
+    if None. ``nexperts`` 0 means no mixture of experts. ``gated`` attention normalises each head of its queries and
+    keys, and has an output gate next to each query. ``root`` begins the names of a checkpoint's tensors.
     """
 
     vocab_size: int
@@ -120,8 +136,10 @@ class GraniteHybridConfig:
     tied: bool
     rope_dim: int | None = None
     mlp_bias: bool = False
+    gated: bool = False
     stop_tokens: tuple[int, ...] = ()
     layout: str = "transformers"
+    root: str = "model"
 
     @property
     def nlayers(self) -> int:
@@ -134,7 +152,7 @@ class GraniteHybridConfig:
         return self.mixer.d_model
 
 
-Config = MambaConfig | Mamba2Config | GraniteHybridConfig
+Config = MambaConfig | Mamba2Config | HybridConfig
 
 
 def read_config(directory: Path) -> Config:
@@ -178,7 +196,7 @@ def _impossible(config: Config) -> Iterator[str]:
     mixer = None if isinstance(config, MambaConfig) else config.mixer
     if mixer is not None and (mixer.nheads < 1 or mixer.nheads % mixer.ngroups):
         yield f"{mixer.nheads} heads do not divide into {mixer.ngroups} groups"
-    if isinstance(config, GraniteHybridConfig):
+    if isinstance(config, HybridConfig):
         if config.logits_divisor == 0:
             yield "logits cannot be divided by logits_scaling=0"
         if config.nheads % config.nkvheads:
@@ -369,7 +387,7 @@ def _mamba2(s: _Settings) -> Mamba2Config:
     )
 
 
-_KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}
+_KINDS = {"mamba": "mixer", "linear_attention": "mixer", "attention": "attention", "full_attention": "attention"}
 
 
 def _hybrid_mixer(s: _Settings, norm_eps: float) -> Mixer2Config:
@@ -401,19 +419,31 @@ def _rope_theta(s: _Settings) -> float:
     return rope.number("rope_theta", s.number("rope_theta", 10000.0))
 
 
-def _granite(s: _Settings) -> GraniteHybridConfig:
-    s.refuse("hidden_act", ("silu",), "silu")
-    s.refuse("position_embedding_type", (None, "rope", "nope"), None)
-    d_model, nheads = s["hidden_size"], s["num_attention_heads"]
+def _kinds(s: _Settings, every: int = 0) -> tuple[str, ...]:
+    """Return the kinds of the layers; where no list names them, ``every`` so many-th is attention."""
     nlayers = _layers(s)
     expected = f"names of {nlayers} layers, each one of {', '.join(_KINDS)}"
     key = "layer_types" if s.raw.get("layer_types") else "layers_block_type"
-    kinds = s.items(key, (), lambda v: isinstance(v, str) and v in _KINDS, expected) or ["mamba"] * nlayers
+    kinds = s.items(key, (), lambda v: isinstance(v, str) and v in _KINDS, expected)
+    kinds = kinds or ["attention" if every and not i % every else "mamba" for i in range(1, nlayers + 1)]
     if len(kinds) != nlayers:
         raise CheckpointError(f"{s.path}: {key!r} must be {expected}; it names {len(kinds)}.")
-    return GraniteHybridConfig(
+    return tuple(_KINDS[kind] for kind in kinds)
+
+
+def _rope_dim(s: _Settings, headdim: int, share: float) -> int:
+    """Return how many channels of a head are rotated: ``share`` of them, where the settings do not say it."""
+    share = s.number("partial_rotary_factor", share)
+    return int(headdim * s.part("rope_parameters").number("partial_rotary_factor", share))
+
+
+def _granite(s: _Settings) -> HybridConfig:
+    s.refuse("hidden_act", ("silu",), "silu")
+    s.refuse("position_embedding_type", (None, "rope", "nope"), None)
+    d_model, nheads = s["hidden_size"], s["num_attention_heads"]
+    return HybridConfig(
         vocab_size=s["vocab_size"],
-        kinds=tuple(_KINDS[kind] for kind in kinds),
+        kinds=_kinds(s),
         mixer=_hybrid_mixer(s, norm_eps=1e-6),
         nheads=nheads,
         nkvheads=s.size("num_key_value_heads", nheads),
@@ -435,23 +465,22 @@ def _granite(s: _Settings) -> GraniteHybridConfig:
     )
 
 
-def _bamba(s: _Settings) -> GraniteHybridConfig:
+def _bamba(s: _Settings) -> HybridConfig:
     """Read Bamba: Granite's layers without multipliers and experts, half of each attention head rotated."""
     s.refuse("hidden_act", ("silu",), "silu")
     d_model, nheads = s["hidden_size"], s["num_attention_heads"]
     headdim = s.size("head_dim", d_model // nheads)
     attention = s.items("attn_layer_indices", (), lambda v: _is_size(v, 0), "a list of layers")
-    partial = s.part("rope_parameters").number("partial_rotary_factor", s.number("partial_rotary_factor", 0.5))
-    return GraniteHybridConfig(
+    return HybridConfig(
         vocab_size=s["vocab_size"],
-        kinds=tuple("attention" if layer in attention else "mamba" for layer in range(_layers(s))),
+        kinds=tuple("attention" if layer in attention else "mixer" for layer in range(_layers(s))),
         mixer=_hybrid_mixer(s, norm_eps=1e-5),
         nheads=nheads,
         nkvheads=s.size("num_key_value_heads", nheads),
         headdim=headdim,
         attention_bias=s.flag("attention_bias", False),
         rope_theta=_rope_theta(s),
-        rope_dim=int(headdim * partial),
+        rope_dim=_rope_dim(s, headdim, 0.5),
         shared_dim=s["intermediate_size"],
         mlp_bias=s.flag("mlp_bias", False),
         expert_dim=0,
@@ -466,6 +495,59 @@ def _bamba(s: _Settings) -> GraniteHybridConfig:
         tied=s.flag("tie_word_embeddings", False),
         stop_tokens=s.stop_tokens(),
         layout="bamba",
+    )
+
+
+def _qwen(outer: _Settings) -> HybridConfig:
+    """Read Qwen3.5, alone or as the text part of a model that sees, or a Qwen3-Next without experts."""
+    s = outer.part("text_config") if outer.raw.get("text_config") else outer
+    s.refuse("hidden_act", ("silu",), "silu")
+    dense, step = s.items("mlp_only_layers", (), lambda v: _is_size(v, 0), "a list of layers"), "decoder_sparse_step"
+    kinds, headdim, eps = (
+        _kinds(s, s.size("full_attention_interval", 4)),
+        s["head_dim"],
+        s.epsilon("rms_norm_eps", 1e-6),
+    )
+    routed = [i for i in range(len(kinds)) if i not in dense and not (i + 1) % s.size(step, 1)]
+    if s.size("num_experts", 0, least=0) and routed:
+        raise CheckpointError(
+            f"{s.path}: layer {routed[0]} has experts (num_experts), and refold reads models of this architecture "
+            "without them. Load it with transformers, call refold.accelerate(model), and use model.generate."
+        )
+    return HybridConfig(
+        vocab_size=s["vocab_size"],
+        kinds=kinds,
+        mixer=DeltaConfig(
+            d_model=s["hidden_size"],
+            nheads=s["linear_num_value_heads"],
+            headdim=s["linear_value_head_dim"],
+            ngroups=s["linear_num_key_heads"],
+            dstate=s["linear_key_head_dim"],
+            conv_width=s.size("linear_conv_kernel_dim", 4),
+            conv_bias=False,
+            norm_eps=eps,
+        ),
+        nheads=s["num_attention_heads"],
+        nkvheads=s["num_key_value_heads"],
+        headdim=headdim,
+        attention_bias=s.flag("attention_bias", False),
+        gated=True,
+        rope_theta=_rope_theta(s),
+        rope_dim=_rope_dim(s, headdim, 0.25),
+        shared_dim=s["intermediate_size"],
+        expert_dim=0,
+        nexperts=0,
+        experts_per_token=0,
+        embedding_multiplier=1.0,
+        residual_multiplier=1.0,
+        attention_multiplier=headdim**-0.5,
+        logits_divisor=1.0,
+        max_positions=s.size("max_position_embeddings", 32768),
+        norm_eps=eps,
+        tied=outer.flag("tie_word_embeddings", s.flag("tie_word_embeddings", False)),
+        stop_tokens=outer.stop_tokens() or s.stop_tokens(),
+        layout="qwen3_next" if outer.get("model_type", "") == "qwen3_next" else "qwen3_5",
+        root="model" if s is outer else "model.language_model",
     )
 
 
@@ -536,6 +618,9 @@ _READERS: dict[str, Callable[[_Settings], Config]] = {
     "mamba2": _mamba2,
     "granitemoehybrid": _granite,
     "bamba": _bamba,
+    "qwen3_5": _qwen,
+    "qwen3_5_text": _qwen,
+    "qwen3_next": _qwen,
     "state-spaces": _state_spaces,
 }
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from refold.models.checkpoint import layout
-from refold.models.configs import Config, GraniteHybridConfig, MambaConfig
+from refold.models.configs import Config, DeltaConfig, HybridConfig, MambaConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def parameters(config: Config) -> int:
 def active_parameters(config: Config) -> int:
     """Count the parameters that one token's step multiplies with: those of the chosen experts only."""
     total = parameters(config)
-    if isinstance(config, GraniteHybridConfig) and config.nexperts:
+    if isinstance(config, HybridConfig) and config.nexperts:
         idle = config.nexperts - config.experts_per_token
         total -= config.nlayers * idle * 3 * config.expert_dim * config.d_model
     return total
@@ -41,13 +41,13 @@ def _matrices(config: Config) -> int:
         for entry in layout(config)
         if len(entry.stored) > 1 and entry.path[-1] not in (*skipped, "A_log", "conv_weight")
     )
-    if isinstance(config, GraniteHybridConfig) and config.nexperts:
+    if isinstance(config, HybridConfig) and config.nexperts:
         count += config.nlayers * config.experts_per_token * 3 * config.expert_dim * config.d_model
     return count
 
 
 def _mixer_layers(config: Config) -> int:
-    return config.kinds.count("mamba") if isinstance(config, GraniteHybridConfig) else config.nlayers
+    return config.kinds.count("mixer") if isinstance(config, HybridConfig) else config.nlayers
 
 
 def state_elements(config: Config) -> tuple[int, int]:
@@ -65,10 +65,10 @@ def decode(config: Config, batch: int, weight_bytes: int, state_bytes: int = 4, 
     ssm, conv = state_elements(config)
     head = config.d_model * config.vocab_size
     taps = conv // max(_conv_width(config) - 1, 1) * _conv_width(config)
-    flops = 2 * (_matrices(config) + head + taps) + 6 * ssm
+    flops = 2 * (_matrices(config) + head + taps) + _per_state(config) * ssm
     moved = weight_bytes * (batch * active_parameters(config) if _experts(config) else parameters(config))
     moved += 2 * batch * (state_bytes * ssm + weight_bytes * conv) + 4 * batch * config.vocab_size
-    if isinstance(config, GraniteHybridConfig):
+    if isinstance(config, HybridConfig):
         attended = config.kinds.count("attention") * past
         flops += 4 * attended * config.nheads * config.headdim
         moved += batch * 2 * attended * config.nkvheads * config.headdim * weight_bytes
@@ -78,12 +78,15 @@ def decode(config: Config, batch: int, weight_bytes: int, state_bytes: int = 4, 
 def prefill(config: Config, batch: int, seqlen: int, chunk_size: int, weight_bytes: int) -> Counts:
     """Count the reading of ``seqlen`` tokens per row, last logits; of causal products (chunks, attention) the half."""
     ssm, _ = state_elements(config)
-    scan = 6 * ssm
+    scan = _per_state(config) * ssm
     if not isinstance(config, MambaConfig):
         m = config.mixer
-        scan = _mixer_layers(config) * (chunk_size * (m.ngroups * m.dstate + m.d_inner) + 4 * m.d_inner * m.dstate)
+        within, across = m.ngroups * m.dstate + m.d_inner, 4
+        if isinstance(m, DeltaConfig):  # keys with keys, and the inverse of that times values and keys
+            within, across = 2 * within + m.nheads * m.dstate, 6
+        scan = _mixer_layers(config) * (chunk_size * within + across * m.d_inner * m.dstate)
     flops = seqlen * (2 * _matrices(config) + scan) + 2 * config.d_model * config.vocab_size
-    if isinstance(config, GraniteHybridConfig):
+    if isinstance(config, HybridConfig):
         flops += 2 * config.kinds.count("attention") * config.nheads * config.headdim * seqlen**2
     return Counts(batch * flops, weight_bytes * parameters(config) + 8 * batch * ssm)
 
@@ -95,14 +98,19 @@ def working_bytes(config: Config, batch: int, seqlen: int, weight_bytes: int) ->
     else:
         m = config.mixer
         wide = 4 * m.d_inner + 2 * m.conv_dim + m.nheads
-    if isinstance(config, GraniteHybridConfig):
+    if isinstance(config, HybridConfig):
         fed = config.shared_dim + config.experts_per_token * (config.expert_dim + config.d_model)
         wide = max(wide, 3 * fed, 3 * config.nheads * config.headdim)
     return batch * (seqlen * (weight_bytes * (wide + config.d_model) + 8 * config.d_model) + 8 * config.vocab_size)
 
 
+def _per_state(config: Config) -> int:
+    """Count the operations of one token with one number of a state; a delta rule reads it before it writes."""
+    return 7 if isinstance(config, HybridConfig) and isinstance(config.mixer, DeltaConfig) else 6
+
+
 def _experts(config: Config) -> bool:
-    return isinstance(config, GraniteHybridConfig) and config.nexperts > 0
+    return isinstance(config, HybridConfig) and config.nexperts > 0
 
 
 def _conv_width(config: Config) -> int:

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refold.errors import ArgumentError
 from refold.generate.jax import Generator
 from refold.models.checkpoint import random_params
-from refold.models.configs import GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
+from refold.models.configs import HybridConfig, Mamba2Config, MambaConfig, Mixer2Config
 from refold.models.jax import model_for, to_device
-from refold.models.jax.granite_hybrid import grow_state
+from refold.models.jax.hybrid import grow_state
 from refold.models.jax.sharding.heads import shard_heads, shard_state
 from refold.models.jax.sharding.prompt import logits_sharded, read_sharded
 
@@ -21,8 +21,8 @@ MIXER = Mixer2Config(d_model=32, nheads=8, headdim=8, ngroups=2, dstate=8, proj_
 CONFIGS = {
     "mamba": MambaConfig(vocab_size=64, d_model=32, nlayers=2, d_inner=64, dstate=4, dt_rank=2),
     "mamba2": Mamba2Config(vocab_size=64, nlayers=2, mixer=MIXER),
-    "granite": GraniteHybridConfig(
-        vocab_size=64, kinds=("mamba", "attention"), mixer=MIXER, nheads=8, nkvheads=8, headdim=4, attention_bias=False,
+    "granite": HybridConfig(
+        vocab_size=64, kinds=("mixer", "attention"), mixer=MIXER, nheads=8, nkvheads=8, headdim=4, attention_bias=False,
         rope_theta=1e4, shared_dim=32, expert_dim=16, nexperts=4, experts_per_token=2, embedding_multiplier=1.0,
         residual_multiplier=1.0, attention_multiplier=0.5, logits_divisor=1.0, max_positions=256, norm_eps=1e-6,
         tied=True,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig
+from refold.models.configs import Config, HybridConfig, Mamba2Config, MambaConfig
 from refold.models.jax.layers import stack_layers, take_layers_apart
 
 __all__ = ["model_for", "stack_layers", "take_layers_apart", "to_device"]
@@ -22,9 +22,9 @@ __all__ = ["model_for", "stack_layers", "take_layers_apart", "to_device"]
 
 def model_for(config: Config) -> ModuleType:
     """Return the module that computes a configuration's model."""
-    from refold.models.jax import granite_hybrid, mamba, mamba2
+    from refold.models.jax import hybrid, mamba, mamba2
 
-    modules: dict[type, ModuleType] = {MambaConfig: mamba, Mamba2Config: mamba2, GraniteHybridConfig: granite_hybrid}
+    modules: dict[type, ModuleType] = {MambaConfig: mamba, Mamba2Config: mamba2, HybridConfig: hybrid}
     return modules[type(config)]
 
 

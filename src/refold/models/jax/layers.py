@@ -95,7 +95,7 @@ def layer_of(stack: Tree, index: Array | int) -> Tree:
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), stack)
 
 
-_STACKS = {"layers", "mamba", "attention", "conv", "ssm", "k", "v"}
+_STACKS = {"layers", "mixer", "attention", "conv", "ssm", "k", "v"}
 
 
 def take_layers_apart(tree: Tree) -> Tree:

@@ -40,7 +40,7 @@ def mixer_state(c: Mixer2Config, nlayers: int, batch: int, dtype: Any, state_dty
     """Return the zero states of a stack of mixers."""
     return {
         "conv": jnp.zeros((nlayers, batch, c.conv_dim, c.conv_width - 1), dtype),
-        "ssm": jnp.zeros((nlayers, batch, c.nheads, c.headdim, c.dstate), state_dtype),
+        "ssm": jnp.zeros((nlayers, batch, *c.state), state_dtype),
     }
 
 

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from refold.models.checkpoint import Arrays, Params
 from refold.models.checkpoint import load_checkpoint as _load
-from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig
+from refold.models.configs import Config, HybridConfig, Mamba2Config, MambaConfig
 from refold.ops.torch.devices import usable
 
 __all__ = ["load_checkpoint", "model_for", "take_layers_apart", "to_device"]
 
-_STACKS = ("layers", "mamba", "attention")
+_STACKS = ("layers", "mixer", "attention")
 
 
 def model_for(config: Config) -> ModuleType:
     """Return the module that computes a configuration's model."""
-    from refold.models.torch import granite_hybrid, mamba, mamba2
+    from refold.models.torch import hybrid, mamba, mamba2
 
-    modules: dict[type, ModuleType] = {MambaConfig: mamba, Mamba2Config: mamba2, GraniteHybridConfig: granite_hybrid}
+    modules: dict[type, ModuleType] = {MambaConfig: mamba, Mamba2Config: mamba2, HybridConfig: hybrid}
     return modules[type(config)]
 
 

@@ -41,7 +41,7 @@ def mixer_state(
     """Return the zero states of a stack of mixers."""
     return {
         "conv": torch.zeros(nlayers, batch, c.conv_dim, c.conv_width - 1, dtype=dtype, device=device),
-        "ssm": torch.zeros(nlayers, batch, c.nheads, c.headdim, c.dstate, dtype=state_dtype, device=device),
+        "ssm": torch.zeros(nlayers, batch, *c.state, dtype=state_dtype, device=device),
     }
 
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from refold.errors import ArgumentError
-from refold.models.configs import Config, GraniteHybridConfig, MambaConfig
+from refold.models.configs import Config, DeltaConfig, HybridConfig, MambaConfig
 from refold.models.jax.sharding import automatic
 
 Tree = Any
@@ -33,14 +33,16 @@ def shard_heads(config: Config, params: Tree, mesh: Mesh, axis: str = "heads") -
         Parameters for the model's functions and for ``Generator``; their ``in_proj`` is split.
 
     Raises:
-        ArgumentError: the heads do not divide among the devices.
+        ArgumentError: the heads do not divide among the devices, or the model has the delta rule.
     """
+    if isinstance(config, HybridConfig) and isinstance(config.mixer, DeltaConfig):
+        raise ArgumentError("shard_heads: models with the delta rule are not cut by heads. Run them on one device.")
     size = mesh.shape[axis]
     heads = config.d_inner if isinstance(config, MambaConfig) else config.mixer.nheads
     if heads % size:
         raise ArgumentError(f"{heads} heads (channels) do not divide among the {size} devices of mesh axis {axis!r}.")
     params = {**params}
-    kind = "mamba" if isinstance(config, GraniteHybridConfig) else "layers"
+    kind = "mixer" if isinstance(config, HybridConfig) else "layers"
     params[kind] = take_apart(config, params[kind])
 
     mesh = automatic(mesh)

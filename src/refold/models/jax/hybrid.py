@@ -1,4 +1,4 @@
-"""Granite 4 hybrids and Bamba: Mamba-2 and attention layers, each followed by an MLP and, if configured, experts.
+"""Granite 4, Bamba and Qwen3.5: Mamba-2 or the delta rule, and attention, each followed by an MLP or experts.
 
 Consecutive layers of one kind are scanned over, and so is the shortest period of the layer order. So compile time grows
 with the period, not with depth. Weights are sliced from the stacks inside
@@ -6,14 +6,15 @@ the innermost loop, where they are used. The key-value cache is carried and writ
 """
 
 import itertools
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from refold.models.configs import GraniteHybridConfig
+from refold.models.configs import DeltaConfig, HybridConfig
+from refold.models.jax import delta, mamba2
 from refold.models.jax.layers import Array, Tree, embed, layer_of, linear, output, rms_norm, valid_tokens
-from refold.models.jax.mamba2 import mixer, mixer_state, mixer_step
 from refold.models.jax.sharding import time as time_shards
 from refold.ops.jax.layout import product
 
@@ -22,7 +23,7 @@ QUERY_BLOCK = 512
 
 
 def init_state(
-    config: GraniteHybridConfig,
+    config: HybridConfig,
     batch: int,
     dtype: Any = jnp.float32,
     state_dtype: Any = jnp.float32,
@@ -34,8 +35,13 @@ def init_state(
         "length": jnp.zeros(batch, jnp.int32),
         "k": jnp.zeros(cache, dtype),
         "v": jnp.zeros(cache, dtype),
-        **mixer_state(config.mixer, config.kinds.count("mamba"), batch, dtype, state_dtype),
+        **mamba2.mixer_state(config.mixer, config.kinds.count("mixer"), batch, dtype, state_dtype),
     }
+
+
+def _mixer(config: HybridConfig) -> ModuleType:
+    """Return what computes the layers that are not attention."""
+    return delta if isinstance(config.mixer, DeltaConfig) else mamba2
 
 
 def grow_state(state: Tree, capacity: int) -> Tree:
@@ -46,7 +52,7 @@ def grow_state(state: Tree, capacity: int) -> Tree:
 
 
 def forward(
-    config: GraniteHybridConfig,
+    config: HybridConfig,
     params: Tree,
     tokens: Array,
     state: Tree | None = None,
@@ -63,7 +69,8 @@ def forward(
     valid = valid_tokens(seqlen, lengths)
 
     def mix(weights: Tree, u: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
-        return mixer(config.mixer, weights, u, conv, ssm, lengths, valid, chunk_size, time_axis)
+        mixer = _mixer(config).mixer
+        return mixer(config.mixer, weights, u, conv, ssm, lengths, valid, chunk_size, time_axis)  # type: ignore[no-any-return]
 
     hidden, state = _layers(config, params, embed(params, tokens), state, mix, valid, time_axis)
     state["length"] = state["length"] + (time_shards.whole(seqlen, time_axis) if lengths is None else lengths)
@@ -74,7 +81,7 @@ def forward(
 
 
 def step(
-    config: GraniteHybridConfig, params: Tree, token: Array, state: Tree, *, active: Array | None = None
+    config: HybridConfig, params: Tree, token: Array, state: Tree, *, active: Array | None = None
 ) -> tuple[Array, Tree]:
     """Read one token per row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
 
@@ -82,7 +89,7 @@ def step(
     """
 
     def mix(weights: Tree, u: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
-        y, conv, ssm = mixer_step(config.mixer, weights, u[:, 0], conv, ssm, active)
+        y, conv, ssm = _mixer(config).mixer_step(config.mixer, weights, u[:, 0], conv, ssm, active)
         return y[:, None], conv, ssm
 
     valid = None if active is None else active[:, None]
@@ -99,7 +106,7 @@ def periods(kinds: tuple[str, ...]) -> tuple[int, list[tuple[str, int]]]:
 
 
 def _layers(
-    config: GraniteHybridConfig,
+    config: HybridConfig,
     params: Tree,
     hidden: Array,
     state: Tree,
@@ -127,13 +134,13 @@ def _layers(
 
 
 def _written_out(
-    config: GraniteHybridConfig, params: Tree, hidden: Array, state: Tree, mamba_layer: Any, attention_layer: Any
+    config: HybridConfig, params: Tree, hidden: Array, state: Tree, mamba_layer: Any, attention_layer: Any
 ) -> tuple[Array, Tree]:
     """Run separate layers, one after the other; see ``layers.over_layers``."""
     new: dict[str, list[Array]] = {name: [] for name in ("conv", "ssm", "k", "v")}
     for common, kind in zip(params["layers"], config.kinds, strict=True):
         i, j = len(new["ssm"]), len(new["k"])
-        if kind == "mamba":
+        if kind == "mixer":
             hidden, conv, ssm = mamba_layer(hidden, common, params[kind][i], state["conv"][i], state["ssm"][i])
             new["conv"].append(conv)
             new["ssm"].append(ssm)
@@ -146,11 +153,11 @@ def _written_out(
 
 
 def _scanned(
-    config: GraniteHybridConfig, params: Tree, hidden: Array, state: Tree, mamba_layer: Any, attention_layer: Any
+    config: HybridConfig, params: Tree, hidden: Array, state: Tree, mamba_layer: Any, attention_layer: Any
 ) -> tuple[Array, Tree]:
     """Scan over the repeats of the period of layers, and in each over its runs."""
     repeats, runs = periods(config.kinds)
-    in_period = {kind: sum(n for k, n in runs if k == kind) for kind in ("mamba", "attention")}
+    in_period = {kind: sum(n for k, n in runs if k == kind) for kind in ("mixer", "attention")}
 
     def period(carry: Any, inputs: Any) -> tuple[Any, Any]:
         repeat, conv, ssm = inputs
@@ -163,7 +170,7 @@ def _scanned(
             def mamba_run(carry: Any, inputs: Any, first: Any = first, base: Any = base) -> tuple[Any, Any]:
                 hidden, k, v = carry
                 i, conv, ssm = inputs
-                common, weights = layer_of(params["layers"], base + i), layer_of(params["mamba"], first + i)
+                common, weights = layer_of(params["layers"], base + i), layer_of(params["mixer"], first + i)
                 hidden, conv, ssm = mamba_layer(hidden, common, weights, conv, ssm)
                 return (hidden, k, v), (conv, ssm)
 
@@ -172,7 +179,7 @@ def _scanned(
                 common, weights = layer_of(params["layers"], base + i), layer_of(params["attention"], first + i)
                 return attention_layer(hidden, common, weights, k, v, first + i), None
 
-            if kind == "mamba":
+            if kind == "mixer":
                 here = slice(done[kind], done[kind] + count)
                 carry, new = jax.lax.scan(mamba_run, carry, (jnp.arange(count), conv[here], ssm[here]))
                 states.append(new)
@@ -184,7 +191,7 @@ def _scanned(
         return carry, jax.tree.map(lambda *a: jnp.concatenate(a) if len(a) > 1 else a[0], *states)
 
     def by_period(a: Array) -> Array:
-        return a.reshape(repeats, in_period["mamba"], *a.shape[1:])
+        return a.reshape(repeats, in_period["mixer"], *a.shape[1:])
 
     inputs = jnp.arange(repeats), by_period(state["conv"]), by_period(state["ssm"])
     (hidden, k, v), (conv, ssm) = jax.lax.scan(period, (hidden, state["k"], state["v"]), inputs)
@@ -193,7 +200,7 @@ def _scanned(
     }  # fmt: skip
 
 
-def _close(config: GraniteHybridConfig, common: Tree, hidden: Array, mixed: Array) -> Array:
+def _close(config: HybridConfig, common: Tree, hidden: Array, mixed: Array) -> Array:
     """Add what was mixed to the residual stream, then the answer of the MLP and of the experts."""
     hidden = hidden + mixed.astype(jnp.float32) * config.residual_multiplier
     normed = rms_norm(hidden, common["mlp_norm"], config.norm_eps)
@@ -202,7 +209,7 @@ def _close(config: GraniteHybridConfig, common: Tree, hidden: Array, mixed: Arra
 
 
 def _attention(
-    config: GraniteHybridConfig,
+    config: HybridConfig,
     weights: Tree,
     u: Array,
     k_cache: Array,
@@ -218,10 +225,7 @@ def _attention(
     """
     batch, seqlen = u.shape[:2]
     capacity = k_cache.shape[2]
-    q, k, v = (
-        linear(u, weights[name], weights.get(f"{name}_bias")).reshape(batch, seqlen, -1, config.headdim)
-        for name in ("q", "k", "v")
-    )
+    q, k, v, gate = _heads(config, weights, u)
     offset = 0 if time_axis is None else jax.lax.axis_index(time_axis) * seqlen
     position = length[:, None] + offset + jnp.arange(seqlen)  # (b, t)
     if config.rope_theta is not None:
@@ -254,7 +258,21 @@ def _attention(
         position = jnp.moveaxis(position.reshape(batch, blocks, QUERY_BLOCK), 1, 0)
         y = jnp.moveaxis(jax.lax.map(lambda block: attend(*block), (q, position)), 0, 1)
         y = y.reshape(batch, blocks * QUERY_BLOCK, -1)[:, :seqlen]
-    return linear(y.reshape(batch, seqlen, -1), weights["o"], weights.get("o_bias")), k_cache, v_cache
+    y = y.reshape(batch, seqlen, -1)
+    return linear(y if gate is None else y * gate, weights["o"], weights.get("o_bias")), k_cache, v_cache
+
+
+def _heads(config: HybridConfig, weights: Tree, u: Array) -> tuple[Array, Array, Array, Array | None]:
+    """Project to queries, keys and values by heads; return them with the gate of the answers."""
+    heads = {"q": config.nheads, "k": config.nkvheads, "v": config.nkvheads}
+    q, k, v = (
+        linear(u, weights[name], weights.get(f"{name}_bias")).reshape(*u.shape[:2], n, -1) for name, n in heads.items()
+    )
+    if not config.gated:
+        return q, k, v, None
+    q, gate = jnp.split(q, 2, axis=-1)
+    q, k = (rms_norm(x, weights[n], config.norm_eps).astype(x.dtype) for x, n in ((q, "q_norm"), (k, "k_norm")))
+    return q, k, v, jax.nn.sigmoid(gate.reshape(*u.shape[:2], -1))
 
 
 def _rotate(x: Array, position: Array, theta: float, dim: int) -> Array:
@@ -277,7 +295,7 @@ def _mlp(common: Tree, x: Array) -> Array:
     return linear(jax.nn.silu(gate) * up, common["mlp_out"], common.get("mlp_out_bias"))
 
 
-def _experts(config: GraniteHybridConfig, common: Tree, x: Array) -> Array:
+def _experts(config: HybridConfig, common: Tree, x: Array) -> Array:
     """Send each token to its ``experts_per_token`` best experts and sum their answers by the softmax of the scores.
 
     Few tokens gather their experts' weights; many are sorted by expert and multiplied group by group.

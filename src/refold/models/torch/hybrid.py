@@ -1,28 +1,28 @@
-"""Granite 4 hybrids and Bamba: Mamba-2 and attention layers, each followed by an MLP and, if configured, experts.
+"""Granite 4, Bamba and Qwen3.5: Mamba-2 or the delta rule, and attention, each followed by an MLP or experts.
 
-The state has the Mamba layers' states, and a key-value cache of some capacity, which is written in place.
+The state has the states of the mixers, and a key-value cache of some capacity, which is written in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refold.models.configs import GraniteHybridConfig
-from refold.models.torch import steps
+from refold.models.configs import DeltaConfig, HybridConfig
+from refold.models.torch import delta, mamba2, steps
 from refold.models.torch.layers import Rows, Tree, add_norm, embed, linear, output, rms_norm, rotate, wide
-from refold.models.torch.mamba2 import mixer, mixer_state, mixer_step_
 
 QUERY_BLOCK = 1024
 """Queries whose scores against what was read before are held at one time."""
 
 
 def init_state(
-    config: GraniteHybridConfig,
+    config: HybridConfig,
     batch: int,
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
@@ -35,8 +35,13 @@ def init_state(
         "length": torch.zeros(batch, dtype=torch.int32, device=device),
         "k": torch.zeros(cache, dtype=dtype, device=device),
         "v": torch.zeros(cache, dtype=dtype, device=device),
-        **mixer_state(config.mixer, config.kinds.count("mamba"), batch, dtype, state_dtype, device),
+        **mamba2.mixer_state(config.mixer, config.kinds.count("mixer"), batch, dtype, state_dtype, device),
     }
+
+
+def _mixer(config: HybridConfig) -> ModuleType:
+    """Return what computes the layers that are not attention."""
+    return delta if isinstance(config.mixer, DeltaConfig) else mamba2
 
 
 def grow_state(state: Tree, capacity: int) -> Tree:
@@ -46,7 +51,7 @@ def grow_state(state: Tree, capacity: int) -> Tree:
 
 
 def forward(
-    config: GraniteHybridConfig,
+    config: HybridConfig,
     params: Tree,
     tokens: Tensor,
     state: Tree | None = None,
@@ -64,14 +69,14 @@ def forward(
     past = state["length"].tolist()
     hidden, mixed = embed(params, rows.tokens) * c.embedding_multiplier, None
     windows, states = list(state["conv"]), list(state["ssm"])
-    seen = {"mamba": 0, "attention": 0}
+    seen = {"mixer": 0, "attention": 0}
     for common, kind_ in zip(params["layers"], c.kinds, strict=True):
         i = seen[kind_]
         seen[kind_] += 1
         weights = params[kind_][i]
         hidden, normed = add_norm(hidden, mixed, common["norm"], c.norm_eps, c.residual_multiplier)
-        if kind_ == "mamba":
-            mixed, windows[i], states[i] = mixer(
+        if kind_ == "mixer":
+            mixed, windows[i], states[i] = _mixer(c).mixer(
                 c.mixer, weights, normed, windows[i], states[i], rows.offsets, chunk_size
             )
         else:
@@ -88,20 +93,18 @@ def forward(
     return out if kind == "hidden" else out / c.logits_divisor, after
 
 
-def step_(
-    config: GraniteHybridConfig, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None
-) -> Tensor:
+def step_(config: HybridConfig, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None) -> Tensor:
     """Read one token per row; the cache must have room. Arguments and results as in ``mamba2.step_``."""
     c = config
     hidden = embed(params, token) * c.embedding_multiplier
-    seen = {"mamba": 0, "attention": 0}
+    seen = {"mixer": 0, "attention": 0}
     for common, kind in zip(params["layers"], c.kinds, strict=True):
         i = seen[kind]
         seen[kind] += 1
         weights = params[kind][i]
-        if kind == "mamba":
+        if kind == "mixer":
             window, ssm = state["conv"][i], state["ssm"][i]
-            mixer_step_(
+            _mixer(c).mixer_step_(
                 c.mixer, weights, hidden, common["norm"], c.norm_eps, window, ssm, active, c.residual_multiplier
             )
         else:
@@ -112,7 +115,7 @@ def step_(
     return steps.project(hidden, weight, norm=params["norm"], eps=c.norm_eps) / c.logits_divisor
 
 
-def _feed_(config: GraniteHybridConfig, common: Tree, hidden: Tensor) -> None:
+def _feed_(config: HybridConfig, common: Tree, hidden: Tensor) -> None:
     """Add the answers of the MLP and of the experts to the stream of one token per row."""
     c = config
     normed = rms_norm(hidden, common["mlp_norm"], c.norm_eps) if c.nexperts else None
@@ -132,12 +135,21 @@ def _project_all(weights: Tree, names: Sequence[str], hidden: Tensor, norm: Tens
     return steps.project_all(hidden, [weights[name] for name in names], biases, norm=norm, eps=eps)
 
 
-def _heads(config: GraniteHybridConfig, x: Tensor) -> Tensor:
-    return x.unflatten(-1, (-1, config.headdim))
+def _heads(
+    config: HybridConfig, weights: Tree, products: Iterable[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Split queries, keys and values by heads; return them with the gate of the answers."""
+    heads = (config.nheads, config.nkvheads, config.nkvheads)
+    q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(products, heads, strict=True))
+    if not config.gated:
+        return q, k, v, None
+    q, gate = q.chunk(2, -1)
+    q, k = (rms_norm(x, weights[n], config.norm_eps).to(x.dtype) for x, n in ((q, "q_norm"), (k, "k_norm")))
+    return q, k, v, gate.flatten(-2).sigmoid()
 
 
 def _attention(
-    config: GraniteHybridConfig,
+    config: HybridConfig,
     weights: Tree,
     u: Tensor,
     rows: Rows,
@@ -146,7 +158,8 @@ def _attention(
     v_cache: Tensor,
 ) -> Tensor:
     """Attend, row by row, to what the caches hold and to the row itself, causally; the caches get the row's keys."""
-    q, k, v = (_heads(config, linear(u, weights[name], weights.get(f"{name}_bias"))) for name in ("q", "k", "v"))
+    products = (linear(u, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k", "v"))
+    q, k, v, gate = _heads(config, weights, products)
     answers = []
     for r, (query, key, value) in enumerate(zip(*(rows.apart(a) for a in (q, k, v)), strict=True)):
         before, after = past[r], past[r] + len(key)
@@ -156,10 +169,11 @@ def _attention(
         if before:
             key, value = torch.cat([k_cache[r, :before], key]), torch.cat([v_cache[r, :before], value])
         answers.append(_attend(config, query, key, value))
-    return linear(rows.joined(answers).flatten(-2), weights["o"], weights.get("o_bias"))
+    y = rows.joined(answers).flatten(-2)
+    return linear(y if gate is None else y * gate, weights["o"], weights.get("o_bias"))
 
 
-def _attend(config: GraniteHybridConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(config: HybridConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``(t, heads, e)`` for queries that are the last ``t`` of the keys ``(s, kv heads, e)``."""
     q, k, v = (a.movedim(0, 1)[None] for a in (q, k, v))
     attend = partial(
@@ -182,7 +196,7 @@ def _attend(config: GraniteHybridConfig, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 
 def _attention_step_(
-    config: GraniteHybridConfig,
+    config: HybridConfig,
     weights: Tree,
     hidden: Tensor,
     norm: Tensor,
@@ -193,10 +207,11 @@ def _attention_step_(
     """Attend from one token per row. A row that is not active writes where its next token will write."""
     c = config
     products = _project_all(weights, ("q", "k", "v"), hidden, norm, c.norm_eps)
-    q, k, v = (_heads(c, product) for product in products)
+    q, k, v, gate = _heads(c, weights, products)
     y = steps.attend_(
         q, k, v, k_cache, v_cache, length, scale=c.attention_multiplier, theta=c.rope_theta, rope_dim=c.rope_dim
     )
+    y = y if gate is None else y * gate
     steps.add_projected_(hidden, y, weights["o"], weights.get("o_bias"), scale=c.residual_multiplier)
 
 
@@ -208,7 +223,7 @@ def _mlp(common: Tree, x: Tensor) -> Tensor:
     return linear(F.silu(gate) * up, common["mlp_out"], common.get("mlp_out_bias"))
 
 
-def _experts(config: GraniteHybridConfig, common: Tree, x: Tensor, gather: bool) -> Tensor:
+def _experts(config: HybridConfig, common: Tree, x: Tensor, gather: bool) -> Tensor:
     """Send each token to its ``experts_per_token`` best experts and sum their answers by the softmax of the scores.
 
     Tokens ``gather`` their experts' weights, which suits few; else they are sorted by expert, and each expert reads its
