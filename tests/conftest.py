@@ -1,13 +1,17 @@
-"""For all tests: no luck, no compile state carried from one test to the next, and quick compilers."""
+"""For all tests: no luck, no compile state carried from one test to the next, quick compilers, and what tests cost."""
 
 import gc
+import json
 import os
 import sys
 import zlib
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+from refold.cache import default_folder
 
 # Each process of a parallel run has one thread: tests spend their time in compilers, which use one, and the threads of
 # 15 processes on 16 cores wait for each other. Set before torch is imported.
@@ -40,6 +44,9 @@ gc.set_threshold(100_000, 20, 20)
 os.environ["REFOLD_CACHE"] = "off"
 
 
+_BUILD = Path(__file__).parents[1] / "build"
+
+
 # The same examples in each run, and no limit on the time that one takes, which a busy machine decides.
 if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
@@ -48,6 +55,43 @@ if find_spec("hypothesis"):
         "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("steady")
+
+
+LIMIT = 10
+"""Seconds of the processor that a test without the mark ``slow`` may take."""
+FRAMEWORKS = 300
+"""Who imports so many modules pays for a framework that later tests of the process find there."""
+SECONDS: dict[str, float] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Measure the processor time of a test and of its children, which a busy machine changes little."""
+    before, modules = sum(os.times()[:4]), len(sys.modules)
+    result = yield
+    seconds = sum(os.times()[:4]) - before
+    item.user_properties.append(("seconds", seconds))
+    if seconds > LIMIT and len(sys.modules) - modules < FRAMEWORKS and not item.get_closest_marker("slow"):
+        pytest.fail(f"it took {seconds:.0f} s of the processor: make it shorter, or mark it slow", pytrace=False)
+    return result
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call":
+        SECONDS[report.nodeid] = dict(report.user_properties).get("seconds", 0.0)
+
+
+def pytest_sessionfinish(session):
+    """Store the seconds of files, then of tests, the longest first, in ``build/durations.json``."""
+    if hasattr(session.config, "workerinput") or not SECONDS:
+        return
+    files: dict[str, float] = {}
+    for test, seconds in SECONDS.items():
+        files[test.partition("::")[0]] = files.get(test.partition("::")[0], 0.0) + seconds
+    ordered = [dict(sorted(found.items(), key=lambda pair: -pair[1])) for found in (files, SECONDS)]
+    _BUILD.mkdir(exist_ok=True)
+    text = json.dumps([{name: round(s, 2) for name, s in found.items()} for found in ordered], indent=1)
+    (_BUILD / "durations.json").write_text(text + "\n")
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +105,9 @@ def _seed(request):
     if guards := sys.modules.get("torch._dynamo.guards"):
         # Dynamo measures how long guards take, and empties the processor's caches before: 30 ms of each compile.
         guards.profile_guard_manager = lambda *_: 0.0
+    if kernels := sys.modules.get("refold.ops.numba.kernel"):
+        # Numba's machine code, which is named after its text, is for all processes of this run and of later ones.
+        kernels.default_folder = lambda: default_folder() or _BUILD / "tests"
     yield
     if versions := sys.modules.get("refold.versions"):
         versions.forget()
