@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # The newest transformers, laid over the same environment for a second and smaller run of the tests of real layers.
 NEWEST := .venv-newest
 
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 .PHONY: setup demo test test-all test-versions lint site wheel release clean
 .NOTPARALLEL:
 
@@ -33,7 +35,7 @@ lint: setup
 	$(BIN)/mypy
 
 site: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(SITE)
 
 # The wheel, in an environment that has nothing but what it asks for.
 wheel: setup
@@ -51,11 +53,15 @@ release: setup
 	  build/release/bin/pip check && build/release/bin/refold --version && build/release/bin/refold doctor || exit 1; \
 	done; done
 
-# Two processes of one thread each. The first run has Inductor write plain loops, the second vector instructions, as users
-# have it (tests/conftest.py). `make test-all` also runs what shows that each part of a guard is needed (tools/exhaustive.py).
-test: lint site $(NEWEST)/.done
-	$(BIN)/python -m pytest tests --ignore=tests/gpu -m "not exhaustive" -n 2 --dist worksteal
-	TORCHINDUCTOR_VEC_ISA_OK= PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py tests/hf/test_random_models.py -n 2 --dist worksteal -k "not dynamic_length and not training_by_contractions"
+# Two processes of one thread each; types are checked and the site is built beside them. The first run has Inductor write plain
+# loops, the second vector instructions, as users have it (tests/conftest.py): what a newer transformers could change. `make
+# test-all` also runs the rest of large products, and what shows that each part of a guard is needed (tools/exhaustive.py).
+test: setup $(NEWEST)/.done
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	mkdir -p build; ($(BIN)/mypy && $(SITE)) > build/types.txt 2>&1 & checks=$$!; \
+	$(BIN)/python -m pytest tests --ignore=tests/gpu -m "not exhaustive" -n 2 --dist worksteal && \
+	TORCHINDUCTOR_VEC_ISA_OK= PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py tests/hf/test_random_models.py -m "not exhaustive" -n 2 --dist worksteal -k "not dynamic_length and not contractions"; \
+	status=$$?; wait $$checks || { cat build/types.txt; exit 1; }; exit $$status
 
 test-all: test
 	$(BIN)/python tools/exhaustive.py run all

@@ -22,16 +22,21 @@ STAMPS = ROOT / "tests" / "exhaustive.json"
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attacks": (
         ("tests/adversarial",),
-        ("src/refold/judge", "src/refold/verify", "tests/adversarial", "tests/benign", "tests/support"),
+        ("src/refold/judge", "src/refold/verify", "tests/adversarial", "tests/benign"),
+    ),
+    "operators": (
+        ("tests/cpu/ops", "tests/cpu/jax"),
+        ("src/refold/ops", "tests/cpu/ops", "tests/cpu/jax", "tests/support/products.py"),
     ),
 }
-"""Name -> the folders whose tests with the mark ``exhaustive`` belong to it, and the folders that they guard."""
+"""Name -> folders whose tests with the mark ``exhaustive`` belong to it, and the folders and files that they guard."""
 
 
 def digest(folders: Iterable[str], root: Path = ROOT) -> str:
-    """Give one number for the names and contents of all Python files below some folders."""
+    """Give one number for the names and contents of all Python files below some folders, or of files."""
     found = hashlib.sha256()
-    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
+    given = [root / folder for folder in folders]
+    for path in sorted(path for one in given for path in (one.rglob("*.py") if one.is_dir() else [one])):
         found.update(f"{path.relative_to(root).as_posix()}\0{len(path.read_bytes())}\0".encode() + path.read_bytes())
     return found.hexdigest()[:16]
 

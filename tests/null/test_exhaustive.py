@@ -11,11 +11,11 @@ spec.loader.exec_module(exhaustive)
 
 def test_every_folder_exists():
     for tests, guarded in exhaustive.GROUPS.values():
-        assert all((ROOT / folder).is_dir() for folder in (*tests, *guarded))
+        assert all((ROOT / folder).exists() for folder in (*tests, *guarded))
 
 
 def test_a_change_makes_a_group_due(tmp_path, monkeypatch):
-    monkeypatch.setattr(exhaustive, "GROUPS", {"one": (("tests",), ("a", "b")), "two": (("tests",), ("c",))})
+    monkeypatch.setattr(exhaustive, "GROUPS", {"one": (("tests",), ("a", "b")), "two": (("tests",), ("c/x.py",))})
     for folder in "abc":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.py").write_text(folder)
@@ -28,4 +28,6 @@ def test_a_change_makes_a_group_due(tmp_path, monkeypatch):
     (tmp_path / "b" / "x.py").write_text("b")
     (tmp_path / "b" / "x.py").rename(tmp_path / "b" / "y.py")
     assert exhaustive.due(stamps, tmp_path) == ["one"]
+    (tmp_path / "c" / "x.py").write_text("changed")
+    assert exhaustive.due(stamps, tmp_path) == ["one", "two"]
     assert exhaustive.due({}, tmp_path) == ["one", "two"]

@@ -18,6 +18,7 @@ from refold.ops.ssd import _jax as ssd_jax
 from refold.ops.testing import problem
 from refold.ops.testing.contract import relative_error
 from refold.ops.testing.problems import Problem
+from support.products import covering, others_exhaustive
 
 Arrays = dict[str, jax.Array]
 EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state"})
@@ -48,7 +49,14 @@ CASES = {
 }
 NAMES = pytest.mark.parametrize("name", CASES)
 # One group is another program only where heads that read it are spread over devices.
-FEWER = pytest.mark.parametrize("name", [name for name in CASES if "one_group" not in name])
+GROUPED_ALIKE = [name for name in CASES if "one_group" not in name]
+FEWER = pytest.mark.parametrize("name", GROUPED_ALIKE)
+
+
+def few(*names: str) -> pytest.MarkDecorator:
+    """Parametrize with all names; those that are not among ``names`` are exhaustive."""
+    kept = [i for i, name in enumerate(GROUPED_ALIKE) if name in names]
+    return pytest.mark.parametrize("name", others_exhaustive([(name,) for name in GROUPED_ALIKE], kept))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -134,12 +142,12 @@ def test_plain_call_is_the_definition(name: str) -> None:
     equal(name, plain(name)[0][0], given(name).reference())
 
 
-@FEWER
+@few("ssd-chunks", "ssd_step", "selective_scan-packed", "linear_scan", "causal_conv1d-packed", "gated_rmsnorm")
 def test_jit_of_gradients(name: str) -> None:
     equal(name, jax.jit(value_and_gradients(name))(examples(name)[1]), plain(name)[1])
 
 
-@FEWER
+@few("ssd-packed", "ssd_step", "selective_scan-packed", "linear_scan-packed", "causal_conv1d-packed", "gated_rmsnorm")
 def test_vmap_of_values_and_gradients(name: str) -> None:
     """Over every array at once; packs are cut in other places in each example."""
     equal(name, jax.vmap(value_and_gradients(name))(stack(examples(name))), stack(plain(name)))
@@ -154,7 +162,7 @@ def test_vmap_over_one_array(name: str) -> None:
     equal(name, found, stack([operator(name)({**first, "x": x}) for x in xs]))
 
 
-@FEWER
+@few("ssd-packed", "selective_scan", "linear_scan-packed", "causal_conv1d_step", "gated_rmsnorm")
 def test_gradients_inside_and_through_scan(name: str) -> None:
     inside = jax.lax.scan(lambda _, arrays: (None, value_and_gradients(name)(arrays)), None, stack(examples(name)))[1]
     equal(name, inside, stack(plain(name)))
@@ -165,13 +173,21 @@ def test_gradients_inside_and_through_scan(name: str) -> None:
     equal(name, value_and_gradients(name, scanned)(stack(examples(name))), stack(plain(name)))
 
 
-@FEWER
+@few("ssd", "selective_scan", "linear_scan", "causal_conv1d-packed")
 def test_checkpoint(name: str) -> None:
     checkpointed = value_and_gradients(name, jax.checkpoint(operator(name)))
     equal(name, checkpointed(examples(name)[0]), plain(name)[0])
 
 
-@FEWER
+@few(
+    "ssd",
+    "ssd_step",
+    "selective_scan",
+    "selective_scan_step-tokens",
+    "linear_scan-packed",
+    "causal_conv1d",
+    "gated_rmsnorm",
+)
 def test_jvp_is_the_transpose_of_the_gradient(name: str) -> None:
     """With results r and their squares summed: ``2 r · J v`` equals ``gradients · v``."""
     arrays = examples(name)[0]
@@ -248,8 +264,22 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize(("name", "cuts"), CUTS)
+MESHES = [(name, cuts, kind) for name, cuts in CUTS for kind in (AxisType.Auto, AxisType.Explicit)]
+
+
+def facts(row: tuple[str, dict[str, str], AxisType]) -> Iterator[Any]:
+    """Yield each way of an operator to be cut, each way of each kind, and each case."""
+    name, cuts, kind = row
+    ways = tuple("t" if letters == "t" else "rows" if letters == ROWS.get(name) else "heads" for letters in cuts)
+    yield from (name, (name.partition("-")[0], ways), (ways, kind))
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "kind"),
+    others_exhaustive(
+        MESHES, covering(MESHES, facts), [f"{name}-{'-'.join(cuts)}-{kind.name}" for name, cuts, kind in MESHES]
+    ),
+)
 def test_meshes(name: str, cuts: dict[str, str], kind: AxisType) -> None:
     """Arrays that are spread over a mesh of 2 x 4 devices; results are spread as they are."""
     axes, outputs = axes_of(given(name))

@@ -9,17 +9,35 @@ import pytest
 from refold.ops.backends import absence
 from refold.ops.spec import Case, OpSpec, all_specs
 from refold.ops.testing import CHECKS, check, problem
+from support.products import covering
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ("torch", "numba", "jax", *(["triton"] if INTERPRETED else []))
 
 CORE = ("values", "gradients", "no_worse_than_torch")
 SLOW = ("jax", "triton")
-"""They compile for, or interpret, each new shape: every case in float32, a sample of them for the rest."""
+"""They compile for, or interpret, each new shape: some of the cases, and every case in the exhaustive tests."""
 
 
-def cells(every: int = 1, always: str = "") -> Iterator[Any]:
-    """Yield spec, backend and case; of slow backends, one case out of ``every``, and the one that is to be there."""
+def facts(spec: OpSpec, case: Case) -> Iterator[tuple[Any, ...]]:
+    """Yield what can be different about a case."""
+    yield from ((arg.name, arg.name in case.given) for arg in spec.args if arg.optional)
+    yield from ((option.name, case.options.get(option.name, option.default)) for option in spec.options)
+    yield from case.layout.items()
+    yield from ((letter, size == 1) for letter, size in case.sizes.items())
+    yield "doublings of tokens", 0 if case.lengths else case.sizes.get("t", 0).bit_length()
+    yield "strided", case.strided
+    yield "lengths", bool(case.lengths), 0 in case.lengths
+
+
+def cells(every: int = 1, *always: str) -> Iterator[Any]:
+    """Yield spec, backend and case.
+
+    Args:
+        every: Of slow backends, one case out of so many, which are exhaustive: without them, the complete case and
+            those of ``always`` are left. If it is one, those that show no fact that others do not show are exhaustive.
+        always: Names of cases.
+    """
     for spec in all_specs():
         for backend in BACKENDS:
             reason = absence(spec, backend)
@@ -27,10 +45,15 @@ def cells(every: int = 1, always: str = "") -> Iterator[Any]:
                 missing = pytest.mark.skip(reason=reason)
                 yield pytest.param(spec, backend, None, marks=missing, id=f"{spec.name}-{backend}")
                 continue
-            for i, case in enumerate(spec.cases()):
-                if backend in SLOW and i % every and case.name != always:
+            cases = spec.cases()
+            first = [i for i, case in enumerate(cases) if case.name in (spec.complete, *always)]
+            if every == 1:
+                first = covering(cases, lambda case, spec=spec: facts(spec, case))
+            for i, case in enumerate(cases):
+                if backend in SLOW and i % every and i not in first:
                     continue
-                yield pytest.param(spec, backend, case, id=f"{spec.name}-{backend}-{case.name}")
+                marks = [pytest.mark.exhaustive] if backend in SLOW and i not in first else []
+                yield pytest.param(spec, backend, case, marks=marks, id=f"{spec.name}-{backend}-{case.name}")
 
 
 @pytest.mark.parametrize(("spec", "backend", "case"), list(cells()))
@@ -43,7 +66,7 @@ def test_float32(spec: OpSpec, backend: str, case: Case) -> None:
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in CORE])
 @pytest.mark.parametrize(
     ("spec", "backend", "case"),
-    [c for c in cells(every=6, always="packed_empty") if c.values[1] in SLOW and c.values[2] is not None],
+    [c for c in cells(6, "packed_empty") if c.values[1] in SLOW and c.values[2] is not None],
 )
 def test_properties_of_slow_backends(spec: OpSpec, backend: str, case: Case, name: str) -> None:
     """A pack is always among the cases: no other case says what a sequence must not see of its neighbours."""
@@ -51,7 +74,7 @@ def test_properties_of_slow_backends(spec: OpSpec, backend: str, case: Case, nam
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("spec", "backend", "case"), list(cells(every=6, always="all_t25")))
+@pytest.mark.parametrize(("spec", "backend", "case"), list(cells(6)))
 def test_half_precision(spec: OpSpec, backend: str, case: Case, dtype: str) -> None:
     given = problem(spec, case, dtype)
     for name in CORE:

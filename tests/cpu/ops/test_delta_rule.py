@@ -19,11 +19,12 @@ from refold.ops.delta_rule.nonfinite import spoiled_results
 from refold.ops.spec import Case, load
 from refold.ops.testing import CHECKS, Problem, check, frame_of, oracle, problem
 from refold.ops.torch import registry
+from support.products import each_pair
 
 SPEC = load("delta_rule")
+NAMES = ["torch", "numba", "jax", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
 BACKENDS = [
-    pytest.param(b, marks=[pytest.mark.skip(reason=reason)] if (reason := absence(SPEC, b)) else [])
-    for b in ("torch", "numba", "jax", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []))
+    pytest.param(b, marks=[pytest.mark.skip(reason=reason)] if (reason := absence(SPEC, b)) else []) for b in NAMES
 ]
 LENGTHS = (1, 15, 0, 16, 17, 63, 64, 65)
 GATED = frozenset({"g", "beta", "initial_state"})
@@ -83,11 +84,12 @@ def test_equal_keys(backend: str, per_key: bool) -> None:
     holds(given, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("g", [0.0, -5.0, -20.0, -200.0, "one"])
-@pytest.mark.parametrize("per_key", [False, True])
+@each_pair(
+    backend=NAMES, per_key=[False, True], g=[0.0, -5.0, -20.0, -200.0, "one"], beta=[0.0, 1.0, 2.0],
+)  # fmt: skip
 def test_ends_of_strengths_and_decays(backend: str, per_key: bool, g: Any, beta: float) -> None:
+    if reason := absence(SPEC, backend):
+        pytest.skip(reason)
     if g == "one":  # forgets all, among tokens that forget nothing or little
         g = np.full((1, 37, 1, *([1] if per_key else [])), -0.001)
         g[0, 20], g[0, 5:9] = -200.0, 0.0
@@ -95,10 +97,10 @@ def test_ends_of_strengths_and_decays(backend: str, per_key: bool, g: Any, beta:
     holds(given, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("per_key", [False, True])
-@pytest.mark.parametrize("length", [n for n in LENGTHS if n])
+@each_pair(backend=NAMES, per_key=[False, True], length=[n for n in LENGTHS if n])
 def test_lengths(backend: str, per_key: bool, length: int) -> None:
+    if reason := absence(SPEC, backend):
+        pytest.skip(reason)
     holds(problem(SPEC, case(length, per_key)), backend)
 
 
