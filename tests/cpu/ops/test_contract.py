@@ -21,10 +21,10 @@ SLOW = ("jax", "triton")
 
 def facts(spec: OpSpec, case: Case) -> Iterator[tuple[Any, ...]]:
     """Yield what can be different about a case."""
-    yield from ((arg.name, arg.name in case.given) for arg in spec.args if arg.optional)
-    yield from ((option.name, case.options.get(option.name, option.default)) for option in spec.options)
-    yield from case.layout.items()
-    yield from ((letter, size == 1) for letter, size in case.sizes.items())
+    yield from (("given", arg.name, arg.name in case.given) for arg in spec.args if arg.optional)
+    yield from (("option", option.name, str(case.options.get(option.name, option.default))) for option in spec.options)
+    yield from (("layout", *changed) for changed in case.layout.items())
+    yield from (("one", letter, size == 1) for letter, size in case.sizes.items())
     yield "doublings of tokens", 0 if case.lengths else case.sizes.get("t", 0).bit_length()
     yield "strided", case.strided
     yield "lengths", bool(case.lengths), 0 in case.lengths
