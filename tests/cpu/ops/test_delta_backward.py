@@ -18,8 +18,10 @@ from refold.ops.torch import tables
 SPEC = load("delta_rule")
 CASES = {case.name: case for case in SPEC.cases()}
 CUTS = {
-    "segments": {"keyed": 1, "segments": 3},
-    "blocks": {"keyed": 1, "segments": 1, "block_p": 16, "pairs_p": 16, "keyed_n": 16},
+    "segments": {"segments": 3},
+    "blocks": {"segments": 1, "block_p": 16, "pairs_p": 16, "keyed_n": 16},
+    "wide_values": {"segments": 1, "pairs_p": 32, "keyed_n": 16},
+    "wide_keys": {"segments": 2, "pairs_p": 16, "keyed_n": 32},
 }
 
 
@@ -45,3 +47,12 @@ def test_cuts_change_nothing(name):
 def test_cuts_of_a_pack(name):
     case = CASES[name]
     check("gradients", problem(SPEC, replace(case, sizes=case.sizes | {"t": 55}, lengths=(0, 5, 49, 0, 1))), "triton")
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("cut", ["segments", "blocks"], indirect=True)
+@pytest.mark.parametrize("name", ["read_keys", "per_key_t9"])
+def test_cuts_mark_the_same_gradients(name):
+    case = CASES[name]
+    sizes = case.sizes | {"b": 1, "t": 35, "h": 2, "g": 1, "p": 18, "n": 17}
+    check("nonfinite_gradients", problem(SPEC, replace(case, sizes=sizes)), "triton")

@@ -35,8 +35,8 @@ def delta_rule_backward(
 ) -> Callable[..., dict[str, torch.Tensor]]:
     """Plan the gradients of `refold.ops.delta_rule`; ``config`` overrides entries of the configuration table.
 
-    The kernels get finite operands: `nonfinite` says which gradients are not finite, without a look at values on the
-    host.
+    Where all that is read is erased, the kernels say which gradients are not finite. Else they get finite operands, and
+    `nonfinite` says that. Both without a look at values on the host.
     """
     if options["g"] is not None and options["g"].ndim == 4:
         table = lookup(BACKWARD, options["v"].device, options["v"].dtype) | (options.get("config") or {})
@@ -50,29 +50,22 @@ def delta_rule_backward(
         nonlocal plan
         dy = torch.zeros_like(v) if dy is None else dy  # the final state alone was read
         log = None if g is None else log_decay(g, A_log, dt_bias, lower_bound)
-        chunks = torch_chunks.Chunks("delta_rule", v.shape[1], v.shape[0], max(1, v.shape[1]), cu_seqlens)
-        scan = _torch.Scan(
-            q, k, v, r, None if beta is None else strength(beta, beta_limit), log, initial, erase, 1.0, chunks
-        )
-        bad = scan.bad(dy, dstate)
-        rows = {name: getattr(bad, name).any(-1, keepdim=True) for name in ("q", "k")}
-        if normalize:  # divided by its length, a vector with a NaN is NaN; one with infinities is zero but for these
-            bad.q = bad.q | q.isnan().any(-1, keepdim=True)
-            bad.k = bad.k | k.isnan().any(-1, keepdim=True)
-        spoiled, clean = scan.spoiled_gradients(bad), scan.without(bad)
-        if normalize:
-            clean.q, clean.k = clean.q.masked_fill(rows["q"], 0.0), clean.k.masked_fill(rows["k"], 0.0)
-            spoiled |= {name: spoiled[name].any(-1, keepdim=True) | row for name, row in rows.items()}
-        if g is not None and clean.g is not None:
-            clean.g = clean.g.view(g.shape)
-        dy, dstate = (None if a is None else zeros_for_bad(a).contiguous() for a in (dy, dstate))
-        read = (clean.q, clean.k, clean.v, clean.g, clean.beta, clean.r, clean.initial)
-        operands = [*(None if a is None else a.contiguous() for a in read), cu_seqlens]
+        strengths = None if beta is None else strength(beta, beta_limit)
+        spoiled: dict[str, torch.Tensor] = {}
+        read: tuple[torch.Tensor | None, ...]
+        if erase:
+            read = (q, k, v, None if log is None else contiguous(log.view(g.shape)), strengths, r, initial)
+        else:
+            chunks = torch_chunks.Chunks("delta_rule", v.shape[1], v.shape[0], max(1, v.shape[1]), cu_seqlens)
+            scan = _torch.Scan(q, k, v, r, strengths, log, initial, erase, 1.0, chunks)
+            spoiled, read = _of_bad_values(scan, dy, dstate, normalize)
+            dy, dstate = (None if a is None else zeros_for_bad(a).contiguous() for a in (dy, dstate))
+        operands = [*(None if a is None else last_contiguous(a) for a in read), cu_seqlens]
         if plan is None:
             plan = Backward(dy, *operands, normalize=normalize, erase=erase, **more)
         grads = plan(dy, dstate, *operands)
-        for name, gradient in grads.items():
-            gradient.masked_fill_(spoiled[name], math.nan)
+        for name in grads.keys() & spoiled.keys():
+            grads[name].masked_fill_(spoiled[name], math.nan)
         if g is not None:
             grads |= log_decay_gradient(grads.pop("g"), g, A_log, dt_bias, lower_bound)
         if beta is not None:
@@ -80,6 +73,23 @@ def delta_rule_backward(
         return grads
 
     return run
+
+
+def _of_bad_values(
+    scan: _torch.Scan, dy: torch.Tensor, dstate: torch.Tensor | None, normalize: bool
+) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor | None, ...]]:
+    """Mark the gradients that are not finite; and return the operands with zeros for what is not."""
+    bad = scan.bad(dy, dstate)
+    rows = {name: getattr(bad, name).any(-1, keepdim=True) for name in ("q", "k")}
+    if normalize:  # divided by its length, a vector with a NaN is NaN; one with infinities is zero but for these
+        bad.q = bad.q | scan.q.isnan().any(-1, keepdim=True)
+        bad.k = bad.k | scan.k.isnan().any(-1, keepdim=True)
+    spoiled, clean = scan.spoiled_gradients(bad), scan.without(bad)
+    if normalize:
+        clean.q, clean.k = clean.q.masked_fill(rows["q"], 0.0), clean.k.masked_fill(rows["k"], 0.0)
+        spoiled |= {name: spoiled[name].any(-1, keepdim=True) | row for name, row in rows.items()}
+    g = clean.g if clean.g is None or clean.g.shape[-1] > 1 else clean.g[..., 0]
+    return spoiled, (clean.q, clean.k, clean.v, g, clean.beta, clean.r, clean.initial)
 
 
 def _of_torch(**options: Any) -> Callable[..., dict[str, torch.Tensor]]:
@@ -100,10 +110,10 @@ class Backward:
         config = lookup(BACKWARD, v.device, v.dtype) | (config or {})
         self.chunks = chunks = Chunks(q, k, v, g, beta, r, None, None, cu_seqlens, scale, normalize, None, None, erase,
                                       chunk_size, config)  # fmt: skip
-        self.keyed = chunks.keyed
+        self.keyed, self.erase = chunks.keyed, erase
         batch, seqlen, nheads, nvalues = v.shape
         ngroups, nkeys = q.shape[2:]
-        chunk, nseqs, nslots, block_n = chunks.chunk, chunks.nseqs, chunks.nslots, chunks.block_n
+        chunk, nseqs, nslots = chunks.chunk, chunks.nseqs, chunks.nslots
         cells = nslots * nheads
         initial = strides(initial_state, 4)
         tiles = (*strides(q, 3), *strides(r, 3), *strides(k, 3))
@@ -115,34 +125,9 @@ class Backward:
         self.pass_ints = (segments, nheads, nkeys, nvalues)
         self.initial_strides = initial
 
-        block_p = max(16, min(triton.next_power_of_2(nvalues), config["pairs_p"]))
-        consts = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCKS_P": triton.cdiv(nvalues, block_p), "ERASE": erase,
-                  "VARLEN": chunks.varlen}  # fmt: skip
         self.ints = (seqlen, chunks.nchunks, nseqs, *sizes)
-        self.strides = (*tiles, *v.stride()[:3], *dy.stride()[:3])
         self.scale = nkeys**-0.5 if scale is None else scale
-        if chunks.keyed:
-            block = min(block_n, config["keyed_n"])
-            slices = triton.cdiv(nkeys, block)
-            precision, _ = precisions(v.dtype, chunk, block, block_p)
-            consts |= {"LEVELS": chunk.bit_length() - 1, "BLOCK_N": block, "PRECISION": precision}
-            options = {"num_warps": config["keyed_pairs_warps"], "num_stages": config["pairs_stages"]}
-            self.pairs = Launch(kernels._delta_bwd_keyed_kernel, (nslots, nheads, slices), consts, options)
-            block_t = max(1, 4096 // block_n)
-            self.finish = Launch(
-                kernels._delta_bwd_finish_kernel, (triton.cdiv(batch * seqlen, block_t), ngroups),
-                {"BLOCK_T": block_t, "BLOCK_N": block_n, "NORMALIZE": normalize}, {"num_warps": 4},
-            )  # fmt: skip
-            self.finish_ints = (batch * seqlen, seqlen, nheads, ngroups, nkeys)
-            self.new_part = fresh((batch, seqlen, nheads, nkeys), torch.float32, v.device)
-            self.new_dbeta = fresh((batch, seqlen, nheads, slices), torch.float32, v.device)
-        else:
-            precision, _ = precisions(v.dtype, chunk, block_n, block_p)
-            consts |= {"BLOCK_N": block_n, "NORMALIZE": normalize, "TWO": v.dtype == torch.float32,
-                       "PRECISION": precision}  # fmt: skip
-            self.pairs = Launch(kernels._delta_bwd_heads_kernel, (nslots, ngroups), consts,
-                                {"num_warps": config["pairs_warps"], "num_stages": config["pairs_stages"]})  # fmt: skip
-            self.new_dbeta = fresh((batch, seqlen, nheads), torch.float32, v.device)
+        self._plan_pairs(config, q, k, v, tiles, dy, normalize, erase)
         self.new_dg = fresh((batch, seqlen, nheads, nkeys if chunks.keyed else 1), torch.float32, v.device)
         self.new_more = fresh((cells * 5, chunk), torch.float32, v.device)
         self.new_states = fresh((2, cells * nvalues, nkeys), v.dtype, v.device)
@@ -151,6 +136,47 @@ class Backward:
         self.new = {"q": fresh_like(q), "k": fresh_like(k), "v": fresh_like(v)}
         shape = (nseqs, nheads, nkeys, nvalues)
         self.new_initial = None if initial_state is None else fresh(shape, torch.float32, v.device)
+
+    def _plan_pairs(self, config: dict[str, Any], q, k, v, tiles: tuple[int, ...], dy, normalize: bool, erase: bool):
+        """Plan what goes over pairs of tokens of a chunk: twice, for chunks that turn out to have bad values."""
+        chunks = self.chunks
+        batch, seqlen, nheads, nvalues = v.shape
+        ngroups, nkeys = q.shape[2:]
+        nslots, block_n, device = chunks.nslots, chunks.block_n, v.device
+        self.strides = (*tiles, *v.stride()[:3], *dy.stride()[:3])
+        block_n = min(block_n, config["keyed_n"]) if chunks.keyed else block_n
+        # Triton 3.6 gives wrong results on Hopper where the first is larger.
+        block_p = max(16, min(triton.next_power_of_2(nvalues), config["pairs_p"], block_n))
+        precision, _ = precisions(v.dtype, chunks.chunk, block_n, block_p)
+        blocks_p = triton.cdiv(nvalues, block_p)
+        consts = {"CHUNK": chunks.chunk, "BLOCK_N": block_n, "BLOCK_P": block_p, "BLOCKS_P": blocks_p,
+                  "VARLEN": chunks.varlen, "PRECISION": precision}  # fmt: skip
+        careful = [{"CAREFUL": careful} for careful in ((False, True) if erase else (False,))]
+        if chunks.keyed:
+            slices = triton.cdiv(nkeys, block_n)
+            consts |= {"LEVELS": chunks.chunk.bit_length() - 1, "ERASE": erase}
+            options = {"num_warps": config["keyed_pairs_warps"], "num_stages": config["pairs_stages"]}
+            self.pairs = [Launch(kernels._delta_bwd_keyed_kernel, (nslots, nheads, slices),
+                                 consts | {"LATER": later} | c, options)
+                          for c in careful for later in (True, False)]  # fmt: skip
+            block_t = max(1, 4096 // chunks.block_n)
+            consts = {"BLOCK_T": block_t, "BLOCK_N": chunks.block_n, "NORMALIZE": normalize}
+            self.finish = [Launch(kernels._delta_bwd_finish_kernel, (triton.cdiv(batch * seqlen, block_t), ngroups),
+                                  consts, {"num_warps": 4}) for _ in "qk"]  # fmt: skip
+            self.finish_ints = (batch * seqlen, seqlen, nheads, ngroups, nkeys)
+            self.new_part = fresh((batch, seqlen, nheads, nkeys), torch.float32, device)
+            self.new_dbeta = fresh((batch, seqlen, nheads, slices), torch.float32, device)
+            self.new_flags = fresh((nslots * nheads * slices,), torch.int32, device)
+            return
+        consts |= {"NORMALIZE": normalize, "TWO": v.dtype == torch.float32}
+        grid, stages = (nslots, ngroups), {"num_stages": config["pairs_stages"]}
+        self.queries = [Launch(kernels._delta_bwd_queries_kernel, grid, consts | c,
+                               {"num_warps": config["queries_warps"], **stages}) for c in careful]  # fmt: skip
+        self.pairs = [Launch(kernels._delta_bwd_keys_kernel, grid, consts | {"ERASE": erase} | c,
+                             {"num_warps": config["pairs_warps"], **stages}) for c in careful]  # fmt: skip
+        self.query_strides = (*q.stride()[:3], *k.stride()[:3], *dy.stride()[:3])
+        self.new_dbeta = fresh((batch, seqlen, nheads), torch.float32, device)
+        self.new_flags = fresh((nslots * ngroups,), torch.int32, device)
 
     def _plan_chains(self, device, config: dict[str, Any], nseqs: int, sizes: tuple[int, ...], erase: bool) -> None:
         """Plan what walks over chunks, in both directions of time."""
@@ -217,16 +243,24 @@ class Backward:
         dg = None if g is None else self.new_dg()
         dbeta = None if beta is None else self.new_dbeta()
         dr = None if r is None else self.new_dr()
+        flags = self.new_flags() if self.erase else None
+        dgq = None if g is None else self.new_dg()
         if self.keyed:
             dq_part, dk_part = self.new_part(), self.new_part()
-            self.pairs(stream, q, r, k, v, dy, c, more, entering, leaving, u, w, cu_seqlens, dq_part, dk_part, dr, dg,
-                       dbeta, *self.ints, *self.strides)  # fmt: skip
-            self.finish(stream, dq_part, q, grads["q"], *self.finish_ints, self.scale, *q.stride()[:3])
-            self.finish(stream, dk_part, k, grads["k"], *self.finish_ints, 1.0, *k.stride()[:3])
+            read_part = self.new_part() if dr is None and self.erase else dr
+            for pairs in self.pairs:
+                pairs(stream, q, r, k, v, g, dy, c, more, entering, leaving, u, w, cu_seqlens, flags, dq_part, dk_part,
+                      read_part, dgq, dg, dbeta, *self.ints, *self.strides)  # fmt: skip
+            finish_q, finish_k = self.finish
+            finish_q(stream, dq_part, q, grads["q"], *self.finish_ints, self.scale, *q.stride()[:3])
+            finish_k(stream, dk_part, k, grads["k"], *self.finish_ints, 1.0, *k.stride()[:3])
             dbeta = None if dbeta is None else dbeta.sum(-1)
         else:
-            self.pairs(stream, q, r, k, v, dy, P, rows, more, entering, leaving, u, w, cu_seqlens, grads["q"],
-                       grads["k"], dr, dg, dbeta, *self.ints, self.scale, *self.strides)  # fmt: skip
+            for queries, keys in zip(self.queries, self.pairs, strict=True):
+                queries(stream, q, k, dy, P, more, entering, u, cu_seqlens, flags, grads["q"], dgq, *self.ints,
+                        self.scale, *self.query_strides)  # fmt: skip
+                keys(stream, q, r, k, v, g, dy, rows, more, entering, leaving, u, w, cu_seqlens, flags, dgq, grads["k"],
+                     dr, dg, dbeta, *self.ints, *self.strides)  # fmt: skip
         if dr is not None:
             grads["r"] = dr
         if dg is not None:

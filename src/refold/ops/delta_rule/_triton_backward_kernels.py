@@ -5,10 +5,10 @@ X = (I + diag(beta) M)⁻¹ with M = strict(R Kᵀ) ∘ e^(c_i - c_j). Then
 
     chain   walks over the chunks from the last one, with the transposed gradient D of the state in registers:
             dU = Pᵀ dY + K⁻ D      W = Xᵀ dU      dV = beta W      D' = e^c_last D + (Q⁺)ᵀ dY - (R⁺)ᵀ dV
-    heads   per chunk and group: what is left is sums over pairs of tokens of a chunk and over a state. With
+    queries, keys   per chunk and group: what is left is sums over pairs of tokens of a chunk and over a state. With
             A = tril(dY Uᵀ) and B = -strict(W Uᵀ), of diag(beta) M,
             dQ = e^c (dY Sᵀ) + (A ∘ e^(c_i - c_j)) K, ...
-    keyed   the same with one decay per key, per chunk, head and slice of keys: level by level, as in `prepare_keyed`
+    keyed   the same with a decay per key, per chunk, head and slice of keys: level by level, as in `prepare_keyed`
     finish  adds the heads of a group, always in the same order
 
 `pass` joins segments: that of the forward pass, with transposed maps, from the last segment to the first.
@@ -16,6 +16,10 @@ X = (I + diag(beta) M)⁻¹ with M = strict(R Kᵀ) ∘ e^(c_i - c_j). Then
 A log decay multiplies whatever goes from before its token to the token or later. Its gradient is the sum of just these
 terms: pairs of tokens around it, what is read from S later, what is written before, and S itself. The shorter form,
 q∘dq + r∘dr - k∘dk summed over later tokens, is a difference of larger numbers.
+
+Values that are not finite: the chain writes W and dv with NaN where the definition has it, as the forward chain writes
+U. What goes over pairs multiplies zeros by them, too; it raises a flag, and is done again where a flag is up: values of
+zero in place of those that are not finite, and NaN in what `nonfinite` names.
 
 No product has as a factor a transposed result of another one: Triton 3.6 miscompiles that on Hopper. Both of A and Aᵀ
 are products of what was loaded.
@@ -28,6 +32,12 @@ import triton.language as tl
 
 from refold.ops.delta_rule._triton_kernels import diagonal, row_norm, slot_span, span
 from refold.ops.triton.math import dot, exp2
+
+
+@triton.jit
+def _bad(tile):
+    """1 where a tile is not finite, else 0."""
+    return tl.where(tl.abs(tile.to(tl.float32)) < float("inf"), 0, 1)
 
 
 @triton.jit
@@ -105,11 +115,18 @@ def _delta_bwd_chain_kernel(
         beta = tl.load(more_ptr + row * (5 * CHUNK) + offs_t)
         narrow = state.to(k.dtype)
         du = dot(narrow, tl.trans(k), None, PRECISION) * write[None, :]
-        du = dot(dy, P, du, PRECISION)
-        if ERASE:
+        if ERASE:  # what is not finite spoils earlier tokens, but in a product later ones as well
+            read = tl.load(rows)
+            finite = _bad(dy) == 0
+            du = dot(tl.where(finite, dy, 0.0).to(dy.dtype), P, du, PRECISION)
+            finite = finite & (_bad(du) == 0)
+            bad = tl.max(tl.where(finite, -1, offs_t[None, :]), axis=1)  # the last token that is not, a channel
+            bad = tl.maximum(bad, tl.max(tl.where(_bad(read) > 0, offs_t, 0), axis=0) - 1)
             X = tl.load(X_ptr + square)
-            w = dot(du.to(k.dtype), X, None, PRECISION)
+            w = dot(tl.where(finite, du, 0.0).to(k.dtype), X, None, PRECISION)
+            w = tl.where(offs_t[None, :] <= bad[:, None], float("nan"), w)
         else:
+            du = dot(dy, P, du, PRECISION)
             w = du
         dv = w * beta[None, :]
         if OUTPUT:
@@ -125,7 +142,6 @@ def _delta_bwd_chain_kernel(
             state *= tl.load(rows_ptr + row * (4 * CHUNK) + 3 * CHUNK)
         state = dot((dy.to(tl.float32) * query[None, :]).to(k.dtype), q, state, PRECISION)
         if ERASE:
-            read = tl.load(rows)
             if KEYED:
                 r = tl.load(r_ptr + tile_at, mask=mask_n[None, :], other=0.0)
             elif r_ptr is not None:
@@ -176,153 +192,371 @@ def _delta_bwd_pass_kernel(
 
 
 @triton.jit
-def _delta_bwd_heads_kernel(
-    q_ptr, r_ptr, k_ptr, v_ptr, dy_ptr, P_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
-    cu_seqlens_ptr, dq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
-    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues, scale,
-    stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
-    stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    NORMALIZE: tl.constexpr, ERASE: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Grid (slots, groups): a program goes over the heads of a group, and writes all gradients but that of v.
+def _load(ptrs, mask, CAREFUL: tl.constexpr):
+    """Load a tile; CAREFUL: with zeros for what is not finite."""
+    tile = tl.load(ptrs, mask=mask, other=0.0)
+    if CAREFUL:
+        tile = tl.where(_bad(tile) > 0, 0.0, tile).to(tile.dtype)
+    return tile
 
-    Those of q and k stay in registers until the last head.
+
+@triton.jit
+def _of_state(
+    rows, stride, state, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
+    PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows of values, (tokens, values), by a state, (values, keys)."""
+    product = tl.zeros((inside.shape[0], offs_n.shape[0]), tl.float32)
+    offs_t = tl.arange(0, inside.shape[0])
+    for block in range(BLOCKS_P):
+        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+        mask_p = offs_p < nvalues
+        x = _load(rows + offs_t[:, None] * stride + offs_p[None, :], inside[:, None] & mask_p[None, :], CAREFUL)
+        s = _load(state + offs_p[:, None] * nkeys + offs_n[None, :], mask_p[:, None] & mask_n[None, :], CAREFUL)
+        product = dot(x, s, product, PRECISION)
+    return product
+
+
+@triton.jit
+def _of_pairs(
+    left, left_stride, right, right_stride, inside, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
+    PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Sum products of the values of each two tokens."""
+    product = tl.zeros((inside.shape[0], inside.shape[0]), tl.float32)
+    offs_t = tl.arange(0, inside.shape[0])
+    for block in range(BLOCKS_P):
+        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+        mask = inside[:, None] & (offs_p < nvalues)[None, :]
+        a = _load(left + offs_t[:, None] * left_stride + offs_p[None, :], mask, CAREFUL)
+        b = _load(right + offs_t[:, None] * right_stride + offs_p[None, :], mask, CAREFUL)
+        product = dot(a, tl.trans(b), product, PRECISION)
+    return product
+
+
+@triton.jit
+def _kept(
+    entering, leaving, mask_n, offs_n, nkeys, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Sum products of a state and its gradient over values, (keys,)."""
+    total = tl.zeros((offs_n.shape[0],), tl.float32)
+    for block in range(BLOCKS_P):
+        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+        mask = (offs_p < nvalues)[:, None] & mask_n[None, :]
+        at = offs_p[:, None] * nkeys + offs_n[None, :]
+        before = _load(entering + at, mask, CAREFUL).to(tl.float32)
+        total += tl.sum(before * _load(leaving + at, mask, CAREFUL).to(tl.float32), axis=0)
+    return total
+
+
+@triton.jit
+def _of_rows(
+    left, left_stride, right, right_stride, inside, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Sum products of the values of each token, (tokens,)."""
+    total = tl.zeros((inside.shape[0],), tl.float32)
+    offs_t = tl.arange(0, inside.shape[0])
+    for block in range(BLOCKS_P):
+        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+        mask = inside[:, None] & (offs_p < nvalues)[None, :]
+        a = _load(left + offs_t[:, None] * left_stride + offs_p[None, :], mask, CAREFUL).to(tl.float32)
+        b = _load(right + offs_t[:, None] * right_stride + offs_p[None, :], mask, CAREFUL).to(tl.float32)
+        total += tl.sum(a * b, axis=1)
+    return total
+
+
+@triton.jit
+def _bad_rows(rows, stride, inside, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr):
+    """1 for each token with a value that is not finite."""
+    found = tl.zeros((inside.shape[0],), tl.int32)
+    offs_t = tl.arange(0, inside.shape[0])
+    for block in range(BLOCKS_P):
+        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+        mask = inside[:, None] & (offs_p < nvalues)[None, :]
+        tile = tl.load(rows + offs_t[:, None] * stride + offs_p[None, :], mask=mask, other=0.0)
+        found = tl.maximum(found, tl.max(_bad(tile), axis=1))
+    return found
+
+
+@triton.jit
+def _bad_keys(state, mask_n, offs_n, nkeys, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr):
+    """1 for each key with an element of a state, (values, keys), that is not finite."""
+    found = tl.zeros((offs_n.shape[0],), tl.int32)
+    for block in range(BLOCKS_P):
+        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+        mask = (offs_p < nvalues)[:, None] & mask_n[None, :]
+        tile = tl.load(state + offs_p[:, None] * nkeys + offs_n[None, :], mask=mask, other=0.0)
+        found = tl.maximum(found, tl.max(_bad(tile), axis=0))
+    return found
+
+
+@triton.jit
+def _spoiled(q, k, r, g, beta, dy, v, u, w, entering, leaving):
+    """Count what spoils the gradients of q, k, r and g, (tokens, keys), and of beta, (tokens,), as `nonfinite` says.
+
+    Given is where operands are not finite: tiles of q, k, r and of log decays, (tokens, keys or 1); beta, dy, v, U and
+    W by token; the state and its gradient by key.
+    """
+    wrote = tl.maximum(u[:, None], k)
+    earlier = tl.cumsum(wrote, axis=0)  # what the state after a token holds
+    asked = tl.cumsum(tl.maximum(dy[:, None], q), axis=0, reverse=True)  # and its gradient
+    erased = tl.maximum(tl.maximum(w, beta)[:, None], tl.maximum(r, g))
+    later = tl.cumsum(erased, axis=0, reverse=True)
+    before = earlier - wrote + entering[None, :]
+    dk = u[:, None] + leaving[None, :] + asked + later - erased
+    dr = tl.maximum(w, beta)[:, None] + before + g
+    dg = before + leaving[None, :] + asked + later
+    dq = dy[:, None] + earlier + entering[None, :]
+    return dq, dk, dr, dg, w + v + tl.sum(r + before + g, axis=1)
+
+
+@triton.jit
+def _bad_decays(g_ptr, at, mask):
+    """1 where a log decay is not finite; one of -inf is a decay of zero."""
+    return tl.where(tl.load(g_ptr + at, mask=mask, other=0.0) < float("inf"), 0, 1)
+
+
+@triton.jit
+def _straddling(pairs, after, before, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Sum for each token the pairs [i, j] of it or a later token i with an earlier one j, ``after`` and ``before``."""
+    offs_t = tl.arange(0, pairs.shape[0])
+    reached = offs_t[None, :] >= offs_t[:, None]
+    earlier = offs_t[None, :] < offs_t[:, None]
+    sums = dot(tl.where(reached, 1.0, 0.0).to(dtype), tl.where(earlier, pairs, 0.0).to(dtype), None, PRECISION)
+    return tl.sum(tl.where(earlier, sums, 0.0) + tl.where(reached, after[None, :], before[None, :]), axis=1)
+
+
+@triton.jit
+def _where_spoiled(gradient, count):
+    return tl.where(count > 0, float("nan"), gradient)
+
+
+@triton.jit
+def _delta_bwd_queries_kernel(
+    q_ptr, k_ptr, dy_ptr, P_ptr, more_ptr, entering_ptr, u_ptr, cu_seqlens_ptr, flags_ptr, dq_ptr, dg_ptr,
+    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues, scale,
+    stride_q_b, stride_q_t, stride_q_g, stride_k_b, stride_k_t, stride_k_g, stride_dy_b, stride_dy_t, stride_dy_h,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
+    NORMALIZE: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Grid (slots, groups): a program goes over the heads of a group, and writes the gradient of q.
+
+    That stays in registers until the last head. Writes also what queries add to the gradient of the log decays, and a
+    flag: whether the gradient is not finite somewhere. CAREFUL: where the flag is up, writes all again, with NaN for
+    what the definition spoils, and for no more.
     """
     slot = tl.program_id(0)
     pid_g = tl.program_id(1)
     batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    flag = slot.to(tl.int64) * ngroups + pid_g
+    nothing = length <= 0
+    if CAREFUL:
+        nothing = nothing | (tl.load(flags_ptr + flag) == 0)
+    if nothing:
+        return
     batch, start = batch.to(tl.int64), start.to(tl.int64)
     heads = nheads // ngroups
     offs_t = tl.arange(0, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)
-    offs_c = tl.arange(0, BLOCK_P)
     inside = offs_t < length
     mask_n = offs_n < nkeys
     mask_tn = inside[:, None] & mask_n[None, :]
-    there = (offs_c * 0 + length) > 0
-    q_rows = q_ptr + batch * stride_q_b + start * stride_q_t + pid_g.to(tl.int64) * stride_q_g
-    k_rows = k_ptr + batch * stride_k_b + start * stride_k_t + pid_g.to(tl.int64) * stride_k_g
-    q = tl.load(q_rows + offs_t[:, None] * stride_q_t + offs_n[None, :], mask=mask_tn, other=0.0)
-    k = tl.load(k_rows + offs_t[:, None] * stride_k_t + offs_n[None, :], mask=mask_tn, other=0.0)
+    q_at = q_ptr + batch * stride_q_b + start * stride_q_t + pid_g.to(tl.int64) * stride_q_g
+    k_at = k_ptr + batch * stride_k_b + start * stride_k_t + pid_g.to(tl.int64) * stride_k_g
+    q_at += offs_t[:, None] * stride_q_t + offs_n[None, :]
+    k_at += offs_t[:, None] * stride_k_t + offs_n[None, :]
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    causal = offs_t[:, None] >= offs_t[None, :]
-    later = offs_t[:, None] > offs_t[None, :]
     dq = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-    dk = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-    for i in range(heads):
+    for i in tl.range(0, heads, disable_licm=True):  # what does not change in it would fill the registers
         pid_h = pid_g * heads + i
         row = slot.to(tl.int64) * nheads + pid_h
-        rows = rows_ptr + row * (4 * CHUNK)
         more = more_ptr + row * (5 * CHUNK)
-        beta = tl.load(more + offs_t)
-        q_factor = tl.load(more + CHUNK + offs_t)
-        k_factor = tl.load(more + 2 * CHUNK + offs_t)
+        q_factor = _load(more + CHUNK + offs_t, inside, CAREFUL)
+        k_factor = _load(more + 2 * CHUNK + offs_t, inside, CAREFUL)
         c = tl.load(more + 3 * CHUNK + offs_t)
+        since = exp2(c)
         between = c[:, None] - c[None, :]
-        to_end = tl.load(more + 4 * CHUNK - 1) - c
         if TWO:
             low = tl.load(more + 4 * CHUNK + offs_t)
             between += low[:, None] - low[None, :]
+        causal = offs_t[:, None] >= offs_t[None, :]
+        dy_rows = dy_ptr + batch * stride_dy_b + start * stride_dy_t + pid_h.to(tl.int64) * stride_dy_h
+        u_rows = u_ptr + row * CHUNK * nvalues
+        entering = entering_ptr + row * nvalues * nkeys
+        token = (batch * seqlen + start + offs_t) * nheads + pid_h
+        part = _of_state(dy_rows, stride_dy_t, entering, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
+                         PRECISION, CAREFUL)  # fmt: skip
+        part *= since[:, None]
+        dq += part
+        A = _of_pairs(dy_rows, stride_dy_t, u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+        if dg_ptr is not None:
+            q = _load(q_at, mask_tn, CAREFUL)
+            square = row * (CHUNK * CHUNK) + offs_t[:, None] * CHUNK + offs_t[None, :]
+            pairs = A * _load(P_ptr + square, causal, CAREFUL).to(tl.float32)
+            dg = _straddling(pairs, q_factor * tl.sum(part * q.to(tl.float32), axis=1), q_factor * 0.0, dtype,
+                             PRECISION)  # fmt: skip
+            tl.store(dg_ptr + token, dg, mask=inside)
+        A = tl.where(causal, A * exp2(tl.where(causal, between, 0.0)), 0.0)
+        dq = dot((A * k_factor[None, :]).to(dtype), _load(k_at, mask_tn, CAREFUL), dq, PRECISION)
+        if CAREFUL:
+            wrote = _bad(tl.load(k_at, mask=mask_tn, other=0.0) * tl.load(more + 2 * CHUNK + offs_t)[:, None])
+            wrote = tl.maximum(wrote, _bad_rows(u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P)[:, None])
+            bad = _bad_keys(entering, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P)[None, :]
+            bad += _bad_rows(dy_rows, stride_dy_t, inside, nvalues, BLOCK_P, BLOCKS_P)[:, None]
+            dq = _where_spoiled(dq, bad + tl.cumsum(wrote, axis=0))
+    if (not CAREFUL) and (flags_ptr is not None):
+        tl.store(flags_ptr + flag, tl.max(tl.max(_bad(dq), axis=1), axis=0))
+    q = tl.load(q_at, mask=mask_tn, other=0.0)
+    _store_gradient(dq_ptr, dq * scale, q, batch * seqlen + start, pid_g, ngroups, nkeys, inside, NORMALIZE)
+
+
+@triton.jit
+def _delta_bwd_keys_kernel(
+    q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
+    cu_seqlens_ptr, flags_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
+    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues,
+    stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
+    stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
+    NORMALIZE: tl.constexpr, ERASE: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Grid (slots, groups): as `_delta_bwd_queries_kernel`, which ran before, for all other gradients but that of v."""
+    slot = tl.program_id(0)
+    pid_g = tl.program_id(1)
+    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    flag = slot.to(tl.int64) * ngroups + pid_g
+    nothing = length <= 0
+    if CAREFUL:
+        nothing = nothing | (tl.load(flags_ptr + flag) == 0)
+    if nothing:
+        return
+    batch, start = batch.to(tl.int64), start.to(tl.int64)
+    heads = nheads // ngroups
+    offs_t = tl.arange(0, CHUNK)
+    offs_n = tl.arange(0, BLOCK_N)
+    inside = offs_t < length
+    mask_n = offs_n < nkeys
+    mask_tn = inside[:, None] & mask_n[None, :]
+    q_at = q_ptr + batch * stride_q_b + start * stride_q_t + pid_g.to(tl.int64) * stride_q_g
+    k_at = k_ptr + batch * stride_k_b + start * stride_k_t + pid_g.to(tl.int64) * stride_k_g
+    q_at += offs_t[:, None] * stride_q_t + offs_n[None, :]
+    k_at += offs_t[:, None] * stride_k_t + offs_n[None, :]
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    dk = tl.zeros((CHUNK, BLOCK_N), tl.float32)
+    for i in tl.range(0, heads, disable_licm=True):  # what does not change in it would fill the registers
+        pid_h = pid_g * heads + i
+        row = slot.to(tl.int64) * nheads + pid_h
+        more = more_ptr + row * (5 * CHUNK)
+        beta = _load(more + offs_t, inside, CAREFUL)
+        q_factor = _load(more + CHUNK + offs_t, inside, CAREFUL)
+        k_factor = _load(more + 2 * CHUNK + offs_t, inside, CAREFUL)
+        c = tl.load(more + 3 * CHUNK + offs_t)
+        to_end = tl.load(more + 4 * CHUNK - 1) - c
+        between = c[:, None] - c[None, :]
+        if TWO:
+            low = tl.load(more + 4 * CHUNK + offs_t)
             to_end += tl.load(more + 5 * CHUNK - 1) - low
-        since = exp2(c)
-        until = exp2(to_end)
+            between += low[:, None] - low[None, :]
         dy_rows = dy_ptr + batch * stride_dy_b + start * stride_dy_t + pid_h.to(tl.int64) * stride_dy_h
         v_rows = v_ptr + batch * stride_v_b + start * stride_v_t + pid_h.to(tl.int64) * stride_v_h
-        A = tl.zeros((CHUNK, CHUNK), tl.float32)
-        A_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
-        B = tl.zeros((CHUNK, CHUNK), tl.float32)
-        B_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
-        dbeta = tl.zeros((CHUNK,), tl.float32)
-        for block in range(BLOCKS_P):
-            offs_p = block * BLOCK_P + offs_c
-            mask_tp = inside[:, None] & (offs_p < nvalues)[None, :]
-            at = (row * CHUNK + offs_t[:, None]) * nvalues + offs_p[None, :]
-            dy = tl.load(dy_rows + offs_t[:, None] * stride_dy_t + offs_p[None, :], mask=mask_tp, other=0.0)
-            u = tl.load(u_ptr + at, mask=mask_tp, other=0.0)
-            w = tl.load(W_ptr + at, mask=mask_tp, other=0.0)
-            A = dot(dy, tl.trans(u), A, PRECISION)
-            A_turned = dot(u, tl.trans(dy), A_turned, PRECISION)
-            if ERASE:
-                B = dot(w, tl.trans(u), B, PRECISION)
-                B_turned = dot(u, tl.trans(w), B_turned, PRECISION)
-            v = tl.load(v_rows + offs_t[:, None] * stride_v_t + offs_p[None, :], mask=mask_tp, other=0.0)
-            dbeta += tl.sum(w.to(tl.float32) * v.to(tl.float32), axis=1)
-
-        # What is between two tokens of the chunk. [i, j] is of a later token i, or turned, of a later token j.
-        grown = exp2(tl.where(causal, between, 0.0))
-        grown_turned = exp2(tl.where(causal, 0.0, -between))
-        P = tl.load(P_ptr + row * (CHUNK * CHUNK) + offs_t[:, None] * CHUNK + offs_t[None, :]).to(tl.float32)
-        pairs = tl.where(later, A * P, 0.0)
-        A = tl.where(causal, A * grown, 0.0)
-        A_turned = tl.where(offs_t[:, None] <= offs_t[None, :], A_turned * grown_turned, 0.0)
-        dq = dot((A * k_factor[None, :]).to(dtype), k, dq, PRECISION)
-        dk = dot((A_turned * q_factor[None, :]).to(dtype), q, dk, PRECISION)
-        if ERASE:
-            r = k
-            r_factor = k_factor
-            if r_ptr is not None:
-                r_rows = r_ptr + batch * stride_r_b + start * stride_r_t + pid_h.to(tl.int64) * stride_r_h
-                r = tl.load(r_rows + offs_t[:, None] * stride_r_t + offs_n[None, :], mask=mask_tn, other=0.0)
-                r_factor = tl.full((CHUNK,), 1.0, tl.float32)
-            B = tl.where(later, B * grown, 0.0)
-            M = dot(r, tl.trans(k), None, PRECISION) * r_factor[:, None] * k_factor[None, :]
-            M = tl.where(later, -B * M, 0.0)
-            dbeta += tl.sum(M, axis=1)
-            pairs += M * beta[:, None]
-            B *= -beta[:, None]
-            B_turned = tl.where(offs_t[:, None] < offs_t[None, :], -B_turned * grown_turned, 0.0) * beta[None, :]
-            if r_ptr is not None:
-                dr = dot((B * k_factor[None, :]).to(dtype), k, None, PRECISION)
-                dk = dot(B_turned.to(dtype), r, dk, PRECISION)
-            else:
-                dk = dot(((B + B_turned) * k_factor[None, :]).to(dtype), k, dk, PRECISION)
-        dg = tl.sum(tl.where(later, tl.cumsum(pairs, axis=0, reverse=True), 0.0), axis=1)
+        u_rows = u_ptr + row * CHUNK * nvalues
+        w_rows = W_ptr + row * CHUNK * nvalues
+        entering = entering_ptr + row * nvalues * nkeys
+        leaving = leaving_ptr + row * nvalues * nkeys
+        token = (batch * seqlen + start + offs_t) * nheads + pid_h
+        r_at = k_at
+        r_factor = k_factor
+        if r_ptr is not None:
+            r_at = r_ptr + batch * stride_r_b + start * stride_r_t + pid_h.to(tl.int64) * stride_r_h
+            r_at += offs_t[:, None] * stride_r_t + offs_n[None, :]
+            r_factor = tl.full((CHUNK,), 1.0, tl.float32)
 
         # What is between a token and the state before the chunk, or the one after it.
-        from_start = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-        read = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-        to_state = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-        kept = tl.zeros((BLOCK_N,), tl.float32)
-        for block in range(BLOCKS_P):
-            offs_p = block * BLOCK_P + offs_c
-            mask_p = (offs_p < nvalues) & there
-            mask_tp = inside[:, None] & mask_p[None, :]
-            mask_pn = mask_p[:, None] & mask_n[None, :]
-            at = (row * CHUNK + offs_t[:, None]) * nvalues + offs_p[None, :]
-            state_at = (row * nvalues + offs_p[:, None]) * nkeys + offs_n[None, :]
-            entering = tl.load(entering_ptr + state_at, mask=mask_pn, other=0.0)
-            leaving = tl.load(leaving_ptr + state_at, mask=mask_pn, other=0.0)
-            dy = tl.load(dy_rows + offs_t[:, None] * stride_dy_t + offs_p[None, :], mask=mask_tp, other=0.0)
-            u = tl.load(u_ptr + at, mask=mask_tp, other=0.0)
-            from_start = dot(dy, entering, from_start, PRECISION)
-            to_state = dot(u, leaving, to_state, PRECISION)
-            kept += tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), axis=0)
-            if ERASE:
-                w = tl.load(W_ptr + at, mask=mask_tp, other=0.0)
-                read = dot(w, entering, read, PRECISION)
-        dq += from_start * since[:, None]
-        dk += to_state * until[:, None]
-        after = since * q_factor * tl.sum(from_start * q.to(tl.float32), axis=1)
-        before = until * k_factor * tl.sum(to_state * k.to(tl.float32), axis=1)
+        part = _of_state(u_rows, nvalues, leaving, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
+                         PRECISION, CAREFUL)  # fmt: skip
+        part *= exp2(to_end)[:, None]
+        dk += part
+        k = _load(k_at, mask_tn, CAREFUL)
+        before = k_factor * tl.sum(part * k.to(tl.float32), axis=1)
+        after = beta * 0.0
+        dbeta = beta * 0.0
+        if dbeta_ptr is not None:
+            dbeta = _of_rows(w_rows, nvalues, v_rows, stride_v_t, inside, nvalues, BLOCK_P, BLOCKS_P, CAREFUL)
         if ERASE:
-            overlap = since * r_factor * tl.sum(read * r.to(tl.float32), axis=1)
-            dbeta -= overlap
-            after -= beta * overlap
-            read *= (-beta * since)[:, None]
+            part = _of_state(w_rows, nvalues, entering, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
+                             PRECISION, CAREFUL)  # fmt: skip
+            part *= -exp2(c)[:, None]
+            r = _load(r_at, mask_tn, CAREFUL)
+            after = r_factor * tl.sum(part * r.to(tl.float32), axis=1)
+            dbeta += after
+            after *= beta
+            part *= beta[:, None]
+            if r_ptr is None:
+                dk += part
+
+        # What is between two tokens of the chunk. [i, j] is of a later token i, or turned, of a later token j.
+        later = offs_t[:, None] > offs_t[None, :]
+        pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+        grown = exp2(tl.where(later, 0.0, -between))
+        A = _of_pairs(u_rows, nvalues, dy_rows, stride_dy_t, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+        A = tl.where(later, 0.0, A * grown)
+        dk = dot((A * q_factor[None, :]).to(dtype), _load(q_at, mask_tn, CAREFUL), dk, PRECISION)
+        if ERASE:
+            turned = _of_pairs(u_rows, nvalues, w_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+            turned = tl.where(offs_t[:, None] < offs_t[None, :], -turned * grown, 0.0) * beta[None, :]
+            B = _of_pairs(w_rows, nvalues, u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+            B = tl.where(later, -B * exp2(tl.where(later, between, 0.0)), 0.0)
+            pairs = dot(r, tl.trans(k), None, PRECISION) * r_factor[:, None] * k_factor[None, :]
+            pairs = tl.where(later, B * pairs, 0.0)
+            dbeta += tl.sum(pairs, axis=1)
+            pairs *= beta[:, None]
+            B *= beta[:, None]
             if r_ptr is not None:
-                dr_rows = dr_ptr + ((batch * seqlen + start + offs_t[:, None]) * nheads + pid_h) * nkeys
-                tl.store(dr_rows + offs_n[None, :], (dr + read).to(dr_ptr.dtype.element_ty), mask=mask_tn)
+                dr = dot((B * k_factor[None, :]).to(dtype), k, part, PRECISION)
+                dk = dot(turned.to(dtype), r, dk, PRECISION)
             else:
-                dk += read
-        token = (batch * seqlen + start + offs_t) * nheads + pid_h
+                dk = dot(((B + turned) * k_factor[None, :]).to(dtype), k, dk, PRECISION)
+        dg = beta * 0.0
         if dg_ptr is not None:
-            dg += tl.sum(tl.where(offs_t[None, :] >= offs_t[:, None], after[None, :], before[None, :]), axis=1)
-            dg += tl.sum(kept, axis=0) * tl.load(rows + 3 * CHUNK)
+            dg = _straddling(pairs, after, before, dtype, PRECISION) + tl.load(dgq_ptr + token, mask=inside, other=0.0)
+            kept = _kept(entering, leaving, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P, CAREFUL)
+            dg += tl.sum(kept, axis=0) * tl.load(rows_ptr + row * (4 * CHUNK) + 3 * CHUNK)
+        if CAREFUL:
+            bad_k = _bad(tl.load(k_at, mask=mask_tn, other=0.0) * tl.load(more + 2 * CHUNK + offs_t)[:, None])
+            bad_q = _bad(tl.load(q_at, mask=mask_tn, other=0.0) * tl.load(more + CHUNK + offs_t)[:, None])
+            bad_r = bad_k
+            if r_ptr is not None:
+                bad_r = _bad(tl.load(r_at, mask=mask_tn, other=0.0))
+            bad_g = tl.zeros((CHUNK, 1), tl.int32)
+            if g_ptr is not None:
+                bad_g = _bad_decays(g_ptr, token, inside)[:, None]
+            _, bad_k, bad_r, bad_g, bad_beta = _spoiled(
+                bad_q, bad_k, bad_r, bad_g, _bad(tl.load(more + offs_t)),
+                _bad_rows(dy_rows, stride_dy_t, inside, nvalues, BLOCK_P, BLOCKS_P),
+                _bad_rows(v_rows, stride_v_t, inside, nvalues, BLOCK_P, BLOCKS_P),
+                _bad_rows(u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P),
+                _bad_rows(w_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P),
+                _bad_keys(entering, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P),
+                _bad_keys(leaving, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P),
+            )  # fmt: skip
+            dk = _where_spoiled(dk, bad_k if r_ptr is not None else bad_k + bad_r)
+            dg = _where_spoiled(dg, tl.sum(bad_g, axis=1))
+            dbeta = _where_spoiled(dbeta, bad_beta)
+            if r_ptr is not None:
+                dr = _where_spoiled(dr, bad_r)
+        if r_ptr is not None:
+            tl.store(dr_ptr + token[:, None] * nkeys + offs_n[None, :], dr.to(dr_ptr.dtype.element_ty), mask=mask_tn)
+        if dg_ptr is not None:
             tl.store(dg_ptr + token, dg, mask=inside)
         if dbeta_ptr is not None:
             tl.store(dbeta_ptr + token, dbeta, mask=inside)
-    _store_gradient(dq_ptr, dq * scale, q, batch * seqlen + start, pid_g, ngroups, nkeys, inside, NORMALIZE)
+    if (not CAREFUL) and (flags_ptr is not None):
+        bad = tl.max(tl.max(_bad(dk), axis=1), axis=0)
+        tl.store(flags_ptr + flag, tl.maximum(bad, tl.load(flags_ptr + flag)))
+    k = tl.load(k_at, mask=mask_tn, other=0.0)
     _store_gradient(dk_ptr, dk, k, batch * seqlen + start, pid_g, ngroups, nkeys, inside, NORMALIZE)
 
 
@@ -341,139 +575,174 @@ def _store_gradient(ptr, gradient, tile, first, pid_g, ngroups, nkeys, inside, N
 
 @triton.jit
 def _delta_bwd_keyed_kernel(
-    q_ptr, r_ptr, k_ptr, v_ptr, dy_ptr, c_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
-    cu_seqlens_ptr, dq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
+    q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, c_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
+    cu_seqlens_ptr, flags_ptr, dq_ptr, dk_ptr, dr_ptr, dgq_ptr, dg_ptr, dbeta_ptr,
     seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues,
     stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
     stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    ERASE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    LATER: tl.constexpr, ERASE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads, slices of keys): a program writes the gradients of BLOCK_N keys of a head.
+    """Grid (slots, heads, slices of keys): a program writes gradients of BLOCK_N keys of a head.
 
-    Those of q and k are of one head, float32, and of keys of length one; that of beta is the share of the slice.
+    LATER, which runs first: those of what the later token of a pair has, q, r and beta, and their part of that of the
+    log decays. Else those of k and of the log decays. Those of q and k are of one head, float32, and of keys of length
+    one; that of beta is the share of the slice. Flags and CAREFUL as in `_delta_bwd_queries_kernel`.
     """
     slot = tl.program_id(0)
     pid_h = tl.program_id(1)
     pid_n = tl.program_id(2)
     pid_g = pid_h // (nheads // ngroups)
     batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    row = slot.to(tl.int64) * nheads + pid_h
+    flag = row * tl.num_programs(2) + pid_n
+    nothing = length <= 0
+    if CAREFUL:
+        nothing = nothing | (tl.load(flags_ptr + flag) == 0)
+    if nothing:
+        return
     batch, start = batch.to(tl.int64), start.to(tl.int64)
     offs_t = tl.arange(0, CHUNK)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_c = tl.arange(0, BLOCK_P)
     inside = offs_t < length
     mask_n = offs_n < nkeys
     mask_tn = inside[:, None] & mask_n[None, :]
-    there = (offs_c * 0 + length) > 0
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    row = slot.to(tl.int64) * nheads + pid_h
     dy_rows = dy_ptr + batch * stride_dy_b + start * stride_dy_t + pid_h.to(tl.int64) * stride_dy_h
     v_rows = v_ptr + batch * stride_v_b + start * stride_v_t + pid_h.to(tl.int64) * stride_v_h
+    u_rows = u_ptr + row * CHUNK * nvalues
+    w_rows = W_ptr + row * CHUNK * nvalues
+    entering = entering_ptr + row * nvalues * nkeys
+    leaving = leaving_ptr + row * nvalues * nkeys
     more = more_ptr + row * (5 * CHUNK) + offs_t
-    beta = tl.load(more)
-    A = tl.zeros((CHUNK, CHUNK), tl.float32)
-    A_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
-    B = tl.zeros((CHUNK, CHUNK), tl.float32)
-    B_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
-    from_start = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-    read = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-    to_state = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-    kept = tl.zeros((BLOCK_N,), tl.float32)
-    dbeta = tl.zeros((CHUNK,), tl.float32)
-    for block in range(BLOCKS_P):
-        offs_p = block * BLOCK_P + offs_c
-        mask_p = (offs_p < nvalues) & there
-        mask_tp = inside[:, None] & mask_p[None, :]
-        mask_pn = mask_p[:, None] & mask_n[None, :]
-        at = (row * CHUNK + offs_t[:, None]) * nvalues + offs_p[None, :]
-        state_at = (row * nvalues + offs_p[:, None]) * nkeys + offs_n[None, :]
-        dy = tl.load(dy_rows + offs_t[:, None] * stride_dy_t + offs_p[None, :], mask=mask_tp, other=0.0)
-        u = tl.load(u_ptr + at, mask=mask_tp, other=0.0)
-        w = tl.load(W_ptr + at, mask=mask_tp, other=0.0)
-        entering = tl.load(entering_ptr + state_at, mask=mask_pn, other=0.0)
-        leaving = tl.load(leaving_ptr + state_at, mask=mask_pn, other=0.0)
-        A = dot(dy, tl.trans(u), A, PRECISION)
-        A_turned = dot(u, tl.trans(dy), A_turned, PRECISION)
-        from_start = dot(dy, entering, from_start, PRECISION)
-        to_state = dot(u, leaving, to_state, PRECISION)
-        kept += tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), axis=0)
-        if ERASE:
-            B = dot(w, tl.trans(u), B, PRECISION)
-            B_turned = dot(u, tl.trans(w), B_turned, PRECISION)
-            read = dot(w, entering, read, PRECISION)
-        first = (offs_t * 0 + pid_n) == 0  # the slice that counts what has no keys
-        v = tl.load(v_rows + offs_t[:, None] * stride_v_t + offs_p[None, :], mask=mask_tp & first[:, None], other=0.0)
-        dbeta += tl.sum(w.to(tl.float32) * v.to(tl.float32), axis=1)
-    own = diagonal(A)
-
+    beta = _load(more, inside, CAREFUL)
     q_rows = q_ptr + batch * stride_q_b + start * stride_q_t + pid_g.to(tl.int64) * stride_q_g + offs_n[None, :]
     k_rows = k_ptr + batch * stride_k_b + start * stride_k_t + pid_g.to(tl.int64) * stride_k_g + offs_n[None, :]
-    q = tl.load(q_rows + offs_t[:, None] * stride_q_t, mask=mask_tn, other=0.0)
-    k = tl.load(k_rows + offs_t[:, None] * stride_k_t, mask=mask_tn, other=0.0)
-    q_wide = q.to(tl.float32) * tl.load(more + CHUNK)[:, None]
-    k_wide = k.to(tl.float32) * tl.load(more + 2 * CHUNK)[:, None]
+    q_at = q_rows + offs_t[:, None] * stride_q_t
+    k_at = k_rows + offs_t[:, None] * stride_k_t
+    q_wide = _load(q_at, mask_tn, CAREFUL).to(tl.float32) * _load(more + CHUNK, inside, CAREFUL)[:, None]
+    k_wide = _load(k_at, mask_tn, CAREFUL).to(tl.float32) * _load(more + 2 * CHUNK, inside, CAREFUL)[:, None]
     r_wide = k_wide
     if r_ptr is not None:
         r_rows = r_ptr + batch * stride_r_b + start * stride_r_t + pid_h.to(tl.int64) * stride_r_h + offs_n[None, :]
-        r_wide = tl.load(r_rows + offs_t[:, None] * stride_r_t, mask=mask_tn, other=0.0).to(tl.float32)
+        r_at = r_rows + offs_t[:, None] * stride_r_t
+        r_wide = _load(r_at, mask_tn, CAREFUL).to(tl.float32)
     c_rows = c_ptr + row * CHUNK * nkeys + offs_n[None, :]
     c = tl.load(c_rows + offs_t[:, None] * nkeys, mask=mask_n[None, :], other=0.0)
-    total = tl.load(c_ptr + (row * CHUNK + CHUNK - 1) * nkeys + offs_n, mask=mask_n, other=0.0)
-    since = exp2(c.to(tl.float32))
-    dq = from_start * since
-    dk = to_state * exp2((total[None, :] - c).to(tl.float32))
-    after = q_wide * dq
-    before = k_wide * dk
-    dq += own[:, None] * k_wide
-    dk += own[:, None] * q_wide
-    if ERASE:
-        dr = -read * since  # without beta
-        after += r_wide * dr * beta[:, None]
+    token = (batch * seqlen + start + offs_t) * nheads + pid_h
+    at = token[:, None] * nkeys + offs_n[None, :]
     reaches = offs_t[None, :] >= offs_t[:, None]
-    dg = dot(tl.where(reaches, 1.0, 0.0).to(dtype), after.to(dtype), None, PRECISION)
-    dg = dot(tl.where(reaches, 0.0, 1.0).to(dtype), before.to(dtype), dg, PRECISION)
-    dg += (kept * exp2(total.to(tl.float32)))[None, :]
+    if not LATER:
+        reaches = offs_t[None, :] < offs_t[:, None]
+
+    # What is between a token and the state before the chunk, or the one after it.
+    if LATER:
+        since = exp2(c.to(tl.float32))
+        grad = _of_state(dy_rows, stride_dy_t, entering, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
+                         PRECISION, CAREFUL) * since  # fmt: skip
+        through = q_wide * grad
+        if ERASE:
+            dr = _of_state(w_rows, nvalues, entering, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
+                           PRECISION, CAREFUL) * -since  # fmt: skip
+            through += r_wide * dr * beta[:, None]
+        A = _of_pairs(dy_rows, stride_dy_t, u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+        other = k_wide
+    else:
+        total = tl.load(c_ptr + (row * CHUNK + CHUNK - 1) * nkeys + offs_n, mask=mask_n, other=0.0)
+        grad = _of_state(u_rows, nvalues, leaving, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
+                         PRECISION, CAREFUL) * exp2((total[None, :] - c).to(tl.float32))  # fmt: skip
+        through = k_wide * grad
+        A = _of_pairs(u_rows, nvalues, dy_rows, stride_dy_t, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+        other = q_wide
+    dg = dot(tl.where(reaches, 1.0, 0.0).to(dtype), through.to(dtype), None, PRECISION)
+    grad += diagonal(A)[:, None] * other
+    A = A.to(dtype)
+    if ERASE:
+        if LATER:
+            B = _of_pairs(w_rows, nvalues, u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+            B = (-B).to(dtype)
+        else:
+            B = _of_pairs(u_rows, nvalues, w_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+            B = (-B * beta[None, :]).to(dtype)
+
+    # What is between two tokens of the chunk, level by level.
     for level in range(0, LEVELS):
         half = offs_t >> level
         later = half % 2 == 1
         reference = ((half >> 1) * 2 + 1) << level
         between = c - tl.load(c_rows + reference[:, None] * nkeys, mask=mask_n[None, :], other=0.0)
         shrunk = exp2(tl.where(later[:, None], between, -between).to(tl.float32))
-        q_shrunk = q_wide * shrunk
-        k_shrunk = k_wide * shrunk
-        pairs = later[:, None] & (half[:, None] == half[None, :] + 1)
-        pairs_turned = later[None, :] & (half[None, :] == half[:, None] + 1)
-        dq_level = dot(tl.where(pairs, A, 0.0).to(dtype), k_shrunk.to(dtype), None, PRECISION)
-        dk_level = dot(tl.where(pairs_turned, A_turned, 0.0).to(dtype), q_shrunk.to(dtype), None, PRECISION)
-        through = q_shrunk * dq_level
-        if ERASE:
-            r_shrunk = r_wide * shrunk
-            dr_level = dot(tl.where(pairs, -B, 0.0).to(dtype), k_shrunk.to(dtype), None, PRECISION)
-            turned = tl.where(pairs_turned, -B_turned * beta[None, :], 0.0).to(dtype)
-            dk_level = dot(turned, r_shrunk.to(dtype), dk_level, PRECISION)
-            dr += dr_level * shrunk
-            through += r_shrunk * dr_level * beta[:, None]
-        dq += dq_level * shrunk
-        dk += dk_level * shrunk
-        through += k_shrunk * dk_level
-        side = tl.where(later[:, None], offs_t[None, :] >= offs_t[:, None], offs_t[None, :] < offs_t[:, None])
-        sums = tl.where(side & (half[:, None] == half[None, :]), 1.0, 0.0).to(dtype)
-        dg = dot(sums, through.to(dtype), dg, PRECISION)
-    token = (batch * seqlen + start + offs_t) * nheads + pid_h
-    at = token[:, None] * nkeys + offs_n[None, :]
-    if ERASE:
-        dbeta += tl.sum(r_wide * dr, axis=1)
-        dr *= beta[:, None]
-        if r_ptr is not None:
-            tl.store(dr_ptr + at, dr.to(dr_ptr.dtype.element_ty), mask=mask_tn)
+        if LATER:
+            pairs = later[:, None] & (half[:, None] == half[None, :] + 1)
         else:
-            dk += dr
-    tl.store(dq_ptr + at, dq, mask=mask_tn)
-    tl.store(dk_ptr + at, dk, mask=mask_tn)
-    tl.store(dg_ptr + at, dg, mask=mask_tn)
-    if dbeta_ptr is not None:
-        tl.store(dbeta_ptr + token * tl.num_programs(2) + pid_n, dbeta, mask=inside)
+            pairs = later[None, :] & (half[None, :] == half[:, None] + 1)
+        shrunk_other = (other * shrunk).to(dtype)
+        part = dot(tl.where(pairs, A, 0.0).to(dtype), shrunk_other, None, PRECISION)
+        if LATER:
+            part *= shrunk
+            through = q_wide * part
+            if ERASE:
+                read = dot(tl.where(pairs, B, 0.0).to(dtype), shrunk_other, None, PRECISION) * shrunk
+                dr += read
+                through += r_wide * read * beta[:, None]
+        else:
+            if ERASE:
+                part = dot(tl.where(pairs, B, 0.0).to(dtype), (r_wide * shrunk).to(dtype), part, PRECISION)
+            part *= shrunk
+            through = k_wide * part
+        grad += part
+        sums = tl.where(reaches & (half[:, None] == half[None, :]), 1.0, 0.0).to(dtype)
+        dg = dot(sums, through.to(dtype), dg, PRECISION)
+    if CAREFUL:
+        bad_k = _bad(tl.load(k_at, mask=mask_tn, other=0.0) * tl.load(more + 2 * CHUNK)[:, None])
+        bad_q = _bad(tl.load(q_at, mask=mask_tn, other=0.0) * tl.load(more + CHUNK)[:, None])
+        bad_r = bad_k
+        if r_ptr is not None:
+            bad_r = _bad(tl.load(r_at, mask=mask_tn, other=0.0))
+        bad_q, bad_k, bad_r, bad_g, bad_beta = _spoiled(
+            bad_q, bad_k, bad_r, _bad_decays(g_ptr, at, mask_tn), _bad(tl.load(more)),
+            _bad_rows(dy_rows, stride_dy_t, inside, nvalues, BLOCK_P, BLOCKS_P),
+            _bad_rows(v_rows, stride_v_t, inside, nvalues, BLOCK_P, BLOCKS_P),
+            _bad_rows(u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P),
+            _bad_rows(w_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P),
+            _bad_keys(entering, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P),
+            _bad_keys(leaving, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P),
+        )  # fmt: skip
+    bad = _bad(grad)
+    if LATER:
+        dbeta = tl.zeros((CHUNK,), tl.float32)
+        if dbeta_ptr is not None:
+            first = inside & ((offs_t * 0 + pid_n) == 0)  # the slice that counts what has no keys
+            dbeta = _of_rows(w_rows, nvalues, v_rows, stride_v_t, first, nvalues, BLOCK_P, BLOCKS_P, CAREFUL)
+        if ERASE:
+            dbeta += tl.sum(r_wide * dr, axis=1)
+            dr *= beta[:, None]
+            bad = tl.maximum(bad, _bad(dr))
+        if CAREFUL:
+            grad = _where_spoiled(grad, bad_q)
+            dr = _where_spoiled(dr, bad_r)
+            dbeta = _where_spoiled(dbeta, bad_beta)
+        if ERASE:
+            tl.store(dr_ptr + at, dr.to(dr_ptr.dtype.element_ty), mask=mask_tn)
+        tl.store(dq_ptr + at, grad, mask=mask_tn)
+        tl.store(dgq_ptr + at, dg, mask=mask_tn)
+        if dbeta_ptr is not None:
+            tl.store(dbeta_ptr + token * tl.num_programs(2) + pid_n, dbeta, mask=inside)
+    else:
+        kept = _kept(entering, leaving, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P, CAREFUL)
+        dg += (kept * exp2(total.to(tl.float32)))[None, :] + tl.load(dgq_ptr + at, mask=mask_tn, other=0.0)
+        if CAREFUL:
+            grad = _where_spoiled(grad, bad_k)
+            dg = _where_spoiled(dg, bad_g)
+        if ERASE and (r_ptr is None):
+            grad += tl.load(dr_ptr + at, mask=mask_tn, other=0.0)
+        tl.store(dk_ptr + at, grad, mask=mask_tn)
+        tl.store(dg_ptr + at, dg, mask=mask_tn)
+    if (not CAREFUL) and (flags_ptr is not None):
+        raised = tl.max(tl.max(bad, axis=1), axis=0)
+        if not LATER:
+            raised = tl.maximum(raised, tl.load(flags_ptr + flag))
+        tl.store(flags_ptr + flag, raised)
 
 
 @triton.jit

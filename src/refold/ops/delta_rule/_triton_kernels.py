@@ -141,6 +141,14 @@ def _clean(tile):
 
 
 @triton.jit
+def _next(mark, inside):
+    """Move marks of tokens to the next token: a key that is written, not read, spoils what is read there."""
+    offs_t = tl.arange(0, mark.shape[0])
+    moved = tl.sum(tl.where(offs_t[:, None] == offs_t[None, :] + 1, mark[None, :], 0.0), axis=1)
+    return tl.where(inside, moved, 0.0)
+
+
+@triton.jit
 def row_norm(tile, NORMALIZE: tl.constexpr):
     """Return the factor of each row that normalises it."""
     if NORMALIZE:
@@ -213,6 +221,7 @@ def _delta_prepare_kernel(
         g = tl.load(g_rows + offs_t * stride_g_t, mask=inside, other=0.0).to(tl.float32)
     at = batch * stride_beta_b + (start + offs_t) * stride_beta_t + pid_h * stride_beta_h
     beta, mark = _load_beta(beta_ptr, at, inside, beta_limit, BETA)
+    strength = beta + mark
     if g_ptr is not None:
         A = 0.0
         bias = 0.0
@@ -231,7 +240,8 @@ def _delta_prepare_kernel(
     r = k
     if r_ptr is not None:
         r_rows = r_ptr + batch * stride_r_b + start * stride_r_t + pid_h.to(tl.int64) * stride_r_h
-        r = tl.load(r_rows + offs_t[:, None] * stride_r_t + offs_n[None, :], mask=mask, other=0.0)
+        r, bad = _clean(tl.load(r_rows + offs_t[:, None] * stride_r_t + offs_n[None, :], mask=mask, other=0.0))
+        mark += bad
     causal = offs_t[:, None] >= offs_t[None, :]
     between = high[:, None] - high[None, :]
     if TWO:
@@ -246,7 +256,10 @@ def _delta_prepare_kernel(
     T = tl.where(offs_t[:, None] == offs_t[None, :], 1.0, 0.0)
     L = dot(k, keys, None, PRECISION)
     if ERASE:  # else what is not finite in a key stays in its row of the state
-        mark += diagonal(L) * 0.0
+        if r_ptr is not None:
+            mark += _next(diagonal(L) * 0.0, inside)
+        else:
+            mark += diagonal(L) * 0.0
     if NORMALIZE:
         k_factor = 1.0 / tl.sqrt(diagonal(L) + NORM_EPS)
         q_factor *= 1.0 / tl.sqrt(diagonal(dot(q, tl.trans(q), None, PRECISION)) + NORM_EPS)
@@ -254,7 +267,6 @@ def _delta_prepare_kernel(
     if r_ptr is not None:
         r_factor = tl.full((CHUNK,), 1.0, tl.float32)
         L = dot(r, keys, None, PRECISION)
-        mark += diagonal(L) * 0.0
     P = dot(q, keys, None, PRECISION) * q_factor[:, None] * (grown * k_factor[None, :])
     tl.store(P_ptr + square, tl.where(causal, P, 0.0).to(P_ptr.dtype.element_ty))
     if ERASE:
@@ -274,7 +286,7 @@ def _delta_prepare_kernel(
     tl.store(rows + 2 * CHUNK, exp2((total - c).to(tl.float32)) * k_factor)
     tl.store(rows + 3 * CHUNK, offs_t * 0.0 + exp2(total.to(tl.float32)))
     if more_ptr is not None:
-        _store_more(more_ptr, row, offs_t, beta, q_factor, k_factor, CHUNK)
+        _store_more(more_ptr, row, offs_t, strength, q_factor, k_factor, CHUNK)
         tl.store(more_ptr + row * (5 * CHUNK) + 3 * CHUNK + offs_t, high)
         tl.store(more_ptr + row * (5 * CHUNK) + 4 * CHUNK + offs_t, low)
 
@@ -343,19 +355,23 @@ def _delta_prepare_keyed_kernel(
     k_rows = k_ptr + batch * stride_k_b + start * stride_k_t + pid_g.to(tl.int64) * stride_k_g + offs_n[None, :]
     c_rows = c_ptr + row * CHUNK * nkeys + offs_n[None, :]
     k = tl.load(k_rows + offs_t[:, None] * stride_k_t, mask=mask, other=0.0)
-    mark = tl.zeros((CHUNK,), tl.float32)
+    own = tl.zeros((CHUNK,), tl.float32)
     if ERASE:  # else what is not finite in a key stays in its row of the state
-        k, mark = _clean(k)
+        k, own = _clean(k)
     q = tl.load(q_rows + offs_t[:, None] * stride_q_t, mask=mask, other=0.0)
     at = batch * stride_beta_b + (start + offs_t) * stride_beta_t + pid_h * stride_beta_h
     beta, bad = _load_beta(beta_ptr, at, inside, beta_limit, BETA)
+    strength = beta + bad
     k_factor = row_norm(k, NORMALIZE)
     q_factor = row_norm(q, NORMALIZE) * scale
     k_wide = k.to(tl.float32) * k_factor[:, None]
     q_wide = q.to(tl.float32) * q_factor[:, None]
     r_wide = k_wide
-    mark += bad + tl.load(rows_ptr + row * (4 * CHUNK) + offs_t)
-    if r_ptr is not None:
+    mark = bad + tl.load(rows_ptr + row * (4 * CHUNK) + offs_t)
+    if r_ptr is None:
+        mark += own
+    else:
+        mark += _next(own, inside)
         r_rows = r_ptr + batch * stride_r_b + start * stride_r_t + pid_h.to(tl.int64) * stride_r_h
         r, bad = _clean(tl.load(r_rows + offs_t[:, None] * stride_r_t + offs_n[None, :], mask=mask, other=0.0))
         r_wide = r.to(tl.float32)
@@ -367,11 +383,15 @@ def _delta_prepare_keyed_kernel(
     tl.store(Q_ptr + at, (q_wide * from_start).to(dtype), mask=mask_n[None, :])
     tl.store(R_ptr + at, (r_wide * from_start).to(dtype), mask=mask_n[None, :])
     to_end = exp2((total[None, :] - c).to(tl.float32))
-    tl.store(K_ptr + at, (k_wide * to_end).to(dtype), mask=mask_n[None, :])
+    written = k_wide + own[:, None]
+    if r_ptr is not None:
+        k = tl.load(k_rows + offs_t[:, None] * stride_k_t, mask=mask, other=0.0)
+        written = k.to(tl.float32) * k_factor[:, None]
+    tl.store(K_ptr + at, (written * to_end).to(dtype), mask=mask_n[None, :])
     tl.store(decay_ptr + row * nkeys + offs_n, exp2(total.to(tl.float32)), mask=mask_n)
 
     # Of each pair of blocks of `size` tokens, the later one's first token is the reference: no exponent is positive.
-    P = tl.where(offs_t[:, None] == offs_t[None, :], tl.sum(q_wide * k_wide, axis=1)[:, None], 0.0)
+    P = tl.where(offs_t[:, None] == offs_t[None, :], (tl.sum(q_wide * k_wide, axis=1) + own)[:, None], 0.0)
     L = tl.zeros((CHUNK, CHUNK), tl.float32)
     for level in range(0, LEVELS):
         block = offs_t >> level
@@ -402,7 +422,7 @@ def _delta_prepare_keyed_kernel(
     tl.store(rows + CHUNK, offs_t * 0.0 + 1.0)
     tl.store(rows + 2 * CHUNK, offs_t * 0.0 + 1.0)
     if more_ptr is not None:
-        _store_more(more_ptr, row, offs_t, beta, q_factor, k_factor, CHUNK)
+        _store_more(more_ptr, row, offs_t, strength, q_factor, k_factor, CHUNK)
 
 
 @triton.jit
