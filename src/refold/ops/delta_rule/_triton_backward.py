@@ -185,8 +185,11 @@ class Backward:
         block_p = min(max(16, triton.next_power_of_2(nvalues)), config["block_p"])
         while block_p > 16 and block_p * chunks.block_n > config["tile"]:
             block_p //= 2
-        blocks, maps = triton.cdiv(nvalues, block_p), triton.cdiv(nkeys, block_p)
         sms, _ = device_limits(device)
+        if chunks.dtype.itemsize == 2:  # few programs: more of them, which spill less
+            while block_p > 16 and nseqs * nheads * triton.cdiv(nvalues, block_p) < 2 * sms:
+                block_p //= 2
+        blocks, maps = triton.cdiv(nvalues, block_p), triton.cdiv(nkeys, block_p)
         self.nsegments = segments = config.get("segments") or cut(
             chunks.nslots // max(nseqs, 1), nseqs * nheads * blocks, sms
         )

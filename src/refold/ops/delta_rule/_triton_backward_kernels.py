@@ -201,70 +201,55 @@ def _load(ptrs, mask, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def _of_state(
-    rows, stride, state, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+def _of_values(
+    dy_rows, stride_dy, v_rows, stride_v, u_rows, w_rows, entering, leaving, inside, counted, mask_n, offs_n, nkeys,
+    nvalues,
+    QUERIES: tl.constexpr, READS: tl.constexpr, KEYS: tl.constexpr, ERASE: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCKS_P: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows of values, (tokens, values), by a state, (values, keys)."""
-    product = tl.zeros((inside.shape[0], offs_n.shape[0]), tl.float32)
+    """Go over the values, once, for all that sums over them, and return what is asked for.
+
+    QUERIES: dY S and dY Uᵀ. READS: W S, W Uᵀ, and the sums of W V of the tokens ``counted``. KEYS: U D, U dYᵀ, U Wᵀ,
+    and the sums of S D, D being the gradient of the state after the chunk. S and D are (values, keys).
+    """
+    zeros = tl.zeros((inside.shape[0], offs_n.shape[0]), tl.float32)
+    square = tl.zeros((inside.shape[0], inside.shape[0]), tl.float32)
+    dy_state, w_state, u_state = zeros, zeros, zeros
+    dy_u, w_u, u_dy, u_w = square, square, square, square
+    w_v = tl.zeros((inside.shape[0],), tl.float32)
+    kept = tl.zeros((offs_n.shape[0],), tl.float32)
     offs_t = tl.arange(0, inside.shape[0])
     for block in range(BLOCKS_P):
         offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
         mask_p = offs_p < nvalues
-        x = _load(rows + offs_t[:, None] * stride + offs_p[None, :], inside[:, None] & mask_p[None, :], CAREFUL)
-        s = _load(state + offs_p[:, None] * nkeys + offs_n[None, :], mask_p[:, None] & mask_n[None, :], CAREFUL)
-        product = dot(x, s, product, PRECISION)
-    return product
-
-
-@triton.jit
-def _of_pairs(
-    left, left_stride, right, right_stride, inside, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """Sum products of the values of each two tokens."""
-    product = tl.zeros((inside.shape[0], inside.shape[0]), tl.float32)
-    offs_t = tl.arange(0, inside.shape[0])
-    for block in range(BLOCKS_P):
-        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-        mask = inside[:, None] & (offs_p < nvalues)[None, :]
-        a = _load(left + offs_t[:, None] * left_stride + offs_p[None, :], mask, CAREFUL)
-        b = _load(right + offs_t[:, None] * right_stride + offs_p[None, :], mask, CAREFUL)
-        product = dot(a, tl.trans(b), product, PRECISION)
-    return product
-
-
-@triton.jit
-def _kept(
-    entering, leaving, mask_n, offs_n, nkeys, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """Sum products of a state and its gradient over values, (keys,)."""
-    total = tl.zeros((offs_n.shape[0],), tl.float32)
-    for block in range(BLOCKS_P):
-        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-        mask = (offs_p < nvalues)[:, None] & mask_n[None, :]
-        at = offs_p[:, None] * nkeys + offs_n[None, :]
-        before = _load(entering + at, mask, CAREFUL).to(tl.float32)
-        total += tl.sum(before * _load(leaving + at, mask, CAREFUL).to(tl.float32), axis=0)
-    return total
-
-
-@triton.jit
-def _of_rows(
-    left, left_stride, right, right_stride, inside, nvalues, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """Sum products of the values of each token, (tokens,)."""
-    total = tl.zeros((inside.shape[0],), tl.float32)
-    offs_t = tl.arange(0, inside.shape[0])
-    for block in range(BLOCKS_P):
-        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-        mask = inside[:, None] & (offs_p < nvalues)[None, :]
-        a = _load(left + offs_t[:, None] * left_stride + offs_p[None, :], mask, CAREFUL).to(tl.float32)
-        b = _load(right + offs_t[:, None] * right_stride + offs_p[None, :], mask, CAREFUL).to(tl.float32)
-        total += tl.sum(a * b, axis=1)
-    return total
+        mask = inside[:, None] & mask_p[None, :]
+        mask_pn = mask_p[:, None] & mask_n[None, :]
+        at = offs_t[:, None] * nvalues + offs_p[None, :]
+        state_at = offs_p[:, None] * nkeys + offs_n[None, :]
+        u = _load(u_rows + at, mask, CAREFUL)
+        if QUERIES or KEYS:
+            dy = _load(dy_rows + offs_t[:, None] * stride_dy + offs_p[None, :], mask, CAREFUL)
+        if READS or (KEYS and ERASE):
+            w = _load(w_rows + at, mask, CAREFUL)
+        before = _load(entering + state_at, mask_pn, CAREFUL)
+        if QUERIES:
+            dy_state = dot(dy, before, dy_state, PRECISION)
+            dy_u = dot(dy, tl.trans(u), dy_u, PRECISION)
+        if READS and ERASE:
+            w_state = dot(w, before, w_state, PRECISION)
+            w_u = dot(w, tl.trans(u), w_u, PRECISION)
+        if KEYS:
+            after = _load(leaving + state_at, mask_pn, CAREFUL)
+            u_state = dot(u, after, u_state, PRECISION)
+            u_dy = dot(u, tl.trans(dy), u_dy, PRECISION)
+            if ERASE:
+                u_w = dot(u, tl.trans(w), u_w, PRECISION)
+            kept += tl.sum(before.to(tl.float32) * after.to(tl.float32), axis=0)
+        if READS:
+            mask = counted[:, None] & mask_p[None, :]
+            v = _load(v_rows + offs_t[:, None] * stride_v + offs_p[None, :], mask, CAREFUL)
+            w_v += tl.sum(w.to(tl.float32) * v.to(tl.float32), axis=1)
+    return dy_state, dy_u, w_state, w_u, w_v, u_state, u_dy, u_w, kept
 
 
 @triton.jit
@@ -386,11 +371,12 @@ def _delta_bwd_queries_kernel(
         u_rows = u_ptr + row * CHUNK * nvalues
         entering = entering_ptr + row * nvalues * nkeys
         token = (batch * seqlen + start + offs_t) * nheads + pid_h
-        part = _of_state(dy_rows, stride_dy_t, entering, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
-                         PRECISION, CAREFUL)  # fmt: skip
+        part, A, _, _, _, _, _, _, _ = _of_values(
+            dy_rows, stride_dy_t, dy_rows, stride_dy_t, u_rows, u_rows, entering, entering, inside, inside, mask_n,
+            offs_n, nkeys, nvalues, True, False, False, True, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL,
+        )  # fmt: skip
         part *= since[:, None]
         dq += part
-        A = _of_pairs(dy_rows, stride_dy_t, u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
         if dg_ptr is not None:
             q = _load(q_at, mask_tn, CAREFUL)
             square = row * (CHUNK * CHUNK) + offs_t[:, None] * CHUNK + offs_t[None, :]
@@ -474,40 +460,35 @@ def _delta_bwd_keys_kernel(
             r_at += offs_t[:, None] * stride_r_t + offs_n[None, :]
             r_factor = tl.full((CHUNK,), 1.0, tl.float32)
 
+        _, _, read, B, dbeta, part, A, turned, kept = _of_values(
+            dy_rows, stride_dy_t, v_rows, stride_v_t, u_rows, w_rows, entering, leaving, inside, inside, mask_n, offs_n,
+            nkeys, nvalues, False, True, True, ERASE, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL,
+        )  # fmt: skip
+
         # What is between a token and the state before the chunk, or the one after it.
-        part = _of_state(u_rows, nvalues, leaving, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
-                         PRECISION, CAREFUL)  # fmt: skip
         part *= exp2(to_end)[:, None]
         dk += part
         k = _load(k_at, mask_tn, CAREFUL)
         before = k_factor * tl.sum(part * k.to(tl.float32), axis=1)
         after = beta * 0.0
-        dbeta = beta * 0.0
-        if dbeta_ptr is not None:
-            dbeta = _of_rows(w_rows, nvalues, v_rows, stride_v_t, inside, nvalues, BLOCK_P, BLOCKS_P, CAREFUL)
         if ERASE:
-            part = _of_state(w_rows, nvalues, entering, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
-                             PRECISION, CAREFUL)  # fmt: skip
-            part *= -exp2(c)[:, None]
+            read *= -exp2(c)[:, None]
             r = _load(r_at, mask_tn, CAREFUL)
-            after = r_factor * tl.sum(part * r.to(tl.float32), axis=1)
+            after = r_factor * tl.sum(read * r.to(tl.float32), axis=1)
             dbeta += after
             after *= beta
-            part *= beta[:, None]
+            read *= beta[:, None]
             if r_ptr is None:
-                dk += part
+                dk += read
 
         # What is between two tokens of the chunk. [i, j] is of a later token i, or turned, of a later token j.
         later = offs_t[:, None] > offs_t[None, :]
         pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
         grown = exp2(tl.where(later, 0.0, -between))
-        A = _of_pairs(u_rows, nvalues, dy_rows, stride_dy_t, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
         A = tl.where(later, 0.0, A * grown)
         dk = dot((A * q_factor[None, :]).to(dtype), _load(q_at, mask_tn, CAREFUL), dk, PRECISION)
         if ERASE:
-            turned = _of_pairs(u_rows, nvalues, w_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
             turned = tl.where(offs_t[:, None] < offs_t[None, :], -turned * grown, 0.0) * beta[None, :]
-            B = _of_pairs(w_rows, nvalues, u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
             B = tl.where(later, -B * exp2(tl.where(later, between, 0.0)), 0.0)
             pairs = dot(r, tl.trans(k), None, PRECISION) * r_factor[:, None] * k_factor[None, :]
             pairs = tl.where(later, B * pairs, 0.0)
@@ -515,14 +496,13 @@ def _delta_bwd_keys_kernel(
             pairs *= beta[:, None]
             B *= beta[:, None]
             if r_ptr is not None:
-                dr = dot((B * k_factor[None, :]).to(dtype), k, part, PRECISION)
+                dr = dot((B * k_factor[None, :]).to(dtype), k, read, PRECISION)
                 dk = dot(turned.to(dtype), r, dk, PRECISION)
             else:
                 dk = dot(((B + turned) * k_factor[None, :]).to(dtype), k, dk, PRECISION)
         dg = beta * 0.0
         if dg_ptr is not None:
             dg = _straddling(pairs, after, before, dtype, PRECISION) + tl.load(dgq_ptr + token, mask=inside, other=0.0)
-            kept = _kept(entering, leaving, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P, CAREFUL)
             dg += tl.sum(kept, axis=0) * tl.load(rows_ptr + row * (4 * CHUNK) + 3 * CHUNK)
         if CAREFUL:
             bad_k = _bad(tl.load(k_at, mask=mask_tn, other=0.0) * tl.load(more + 2 * CHUNK + offs_t)[:, None])
@@ -635,35 +615,34 @@ def _delta_bwd_keyed_kernel(
     if not LATER:
         reaches = offs_t[None, :] < offs_t[:, None]
 
+    first = inside & ((offs_t * 0 + pid_n) == 0)  # the slice that counts what has no keys
+    dy_state, dy_u, dr, B, dbeta, u_state, u_dy, u_w, kept = _of_values(
+        dy_rows, stride_dy_t, v_rows, stride_v_t, u_rows, w_rows, entering, leaving, inside, first, mask_n, offs_n,
+        nkeys, nvalues, LATER, LATER, not LATER, ERASE, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL,
+    )  # fmt: skip
+
     # What is between a token and the state before the chunk, or the one after it.
     if LATER:
         since = exp2(c.to(tl.float32))
-        grad = _of_state(dy_rows, stride_dy_t, entering, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
-                         PRECISION, CAREFUL) * since  # fmt: skip
+        grad = dy_state * since
         through = q_wide * grad
         if ERASE:
-            dr = _of_state(w_rows, nvalues, entering, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
-                           PRECISION, CAREFUL) * -since  # fmt: skip
+            dr *= -since
             through += r_wide * dr * beta[:, None]
-        A = _of_pairs(dy_rows, stride_dy_t, u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+            B = (-B).to(dtype)
+        A = dy_u
         other = k_wide
     else:
         total = tl.load(c_ptr + (row * CHUNK + CHUNK - 1) * nkeys + offs_n, mask=mask_n, other=0.0)
-        grad = _of_state(u_rows, nvalues, leaving, inside, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P,
-                         PRECISION, CAREFUL) * exp2((total[None, :] - c).to(tl.float32))  # fmt: skip
+        grad = u_state * exp2((total[None, :] - c).to(tl.float32))
         through = k_wide * grad
-        A = _of_pairs(u_rows, nvalues, dy_rows, stride_dy_t, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
+        if ERASE:
+            B = (-u_w * beta[None, :]).to(dtype)
+        A = u_dy
         other = q_wide
     dg = dot(tl.where(reaches, 1.0, 0.0).to(dtype), through.to(dtype), None, PRECISION)
     grad += diagonal(A)[:, None] * other
     A = A.to(dtype)
-    if ERASE:
-        if LATER:
-            B = _of_pairs(w_rows, nvalues, u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
-            B = (-B).to(dtype)
-        else:
-            B = _of_pairs(u_rows, nvalues, w_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL)
-            B = (-B * beta[None, :]).to(dtype)
 
     # What is between two tokens of the chunk, level by level.
     for level in range(0, LEVELS):
@@ -710,10 +689,6 @@ def _delta_bwd_keyed_kernel(
         )  # fmt: skip
     bad = _bad(grad)
     if LATER:
-        dbeta = tl.zeros((CHUNK,), tl.float32)
-        if dbeta_ptr is not None:
-            first = inside & ((offs_t * 0 + pid_n) == 0)  # the slice that counts what has no keys
-            dbeta = _of_rows(w_rows, nvalues, v_rows, stride_v_t, first, nvalues, BLOCK_P, BLOCKS_P, CAREFUL)
         if ERASE:
             dbeta += tl.sum(r_wide * dr, axis=1)
             dr *= beta[:, None]
@@ -729,7 +704,6 @@ def _delta_bwd_keyed_kernel(
         if dbeta_ptr is not None:
             tl.store(dbeta_ptr + token * tl.num_programs(2) + pid_n, dbeta, mask=inside)
     else:
-        kept = _kept(entering, leaving, mask_n, offs_n, nkeys, nvalues, BLOCK_P, BLOCKS_P, CAREFUL)
         dg += (kept * exp2(total.to(tl.float32)))[None, :] + tl.load(dgq_ptr + at, mask=mask_tn, other=0.0)
         if CAREFUL:
             grad = _where_spoiled(grad, bad_k)
