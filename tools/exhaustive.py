@@ -24,6 +24,14 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/adversarial",),
         ("src/refold/judge", "src/refold/verify", "tests/adversarial", "tests/benign"),
     ),
+    "rewrites": (
+        ("tests/cpu/compiler",),
+        ("src/refold/compiler", "src/refold/verify", "tests/cpu/compiler", "tests/support"),
+    ),
+    "models": (
+        ("tests/hf",),
+        ("src/refold/models", "src/refold/generate", "src/refold/integrations", "tests/hf", "tests/support"),
+    ),
     "operators": (
         ("tests/cpu/ops", "tests/cpu/jax"),
         ("src/refold/ops", "tests/cpu/ops", "tests/cpu/jax", "tests/support/products.py"),

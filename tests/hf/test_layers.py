@@ -18,7 +18,8 @@ from support import families
 # Releases from 5.18 on write the contractions as einsum; until then they were multiplied and summed.
 EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
 pytestmark = [
-    pytest.mark.usefixtures("without_code"),  # the second run of `make test` has code
+    pytest.mark.usefixtures("without_code"),  # the second run of `make test` has code,
+    pytest.mark.slow,  # and takes long to write it
     pytest.mark.filterwarnings(
         "ignore::UserWarning:transformers.*",
         "ignore::FutureWarning:transformers.*",

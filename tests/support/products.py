@@ -35,3 +35,19 @@ def each_pair(**values: Sequence[Any]) -> pytest.MarkDecorator:
     rows = list(product(*values.values()))
     places = list(product(*(range(len(of)) for of in values.values())))
     return pytest.mark.parametrize(tuple(values), others_exhaustive(rows, covering(places, pairs)))
+
+
+def in_turns(**values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize with a product of two; those of the longer meet one of the other, or all in the exhaustive tests."""
+    rows = list(product(*map(list, values.values())))
+    places = product(*(range(len(of)) for of in values.values()))
+    fewest = min(map(len, values.values()))
+    return pytest.mark.parametrize(
+        tuple(values), others_exhaustive(rows, [i for i, at in enumerate(places) if sum(at) % fewest == 0])
+    )
+
+
+def one_in(count: int, names: str | tuple[str, ...], rows: Sequence[Any], **more: Any) -> pytest.MarkDecorator:
+    """Parametrize with rows of which all but one in ``count`` are exhaustive."""
+    tuples = [row if isinstance(names, tuple) else (row,) for row in rows]
+    return pytest.mark.parametrize(names, others_exhaustive(tuples, range(0, len(rows), count)), **more)

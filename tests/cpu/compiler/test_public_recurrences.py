@@ -14,13 +14,13 @@ from refold.compiler.recurrence.systems import BOUNDED_SCAN
 from refold.compiler.session import GraphCompile
 from refold.report import GraphReport
 from support.agreement import check
+from support.products import in_turns
 
 STEPS = 21
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", RECURRENCES)
+@in_turns(name=list(RECURRENCES), training=[False, True])
 def test_found_and_right(name, training):
     one = RECURRENCES[name]
     if training and not one.gradient:

@@ -20,31 +20,38 @@ from refold.compiler.passes import recover_contractions
 from refold.compiler.recurrence import affine, duality, gated_chunks
 from support import programs, random_graphs, random_loops, random_states, trial
 from support.layers import LAYERS, Sizes
+from support.products import one_in
 
 aten = torch.ops.aten
 RANDOM = st.randoms(use_true_random=False)
 
 
-def quickly(examples):
-    return settings(max_examples=examples, deadline=None, derandomize=True)
+def examples(count):
+    """Run a property on a third of so many random programs; on all of them in the exhaustive tests."""
+
+    def decorate(judged):
+        @pytest.mark.parametrize("number", [count // 3, pytest.param(count, marks=pytest.mark.exhaustive)])
+        def test(number):
+            settings(max_examples=number, deadline=None, derandomize=True)(given(RANDOM)(judged))()
+
+        return test
+
+    return decorate
 
 
-@quickly(40)
-@given(RANDOM)
+@examples(40)
 def test_graphs(r):
     program = random_graphs.graph(r)
     assert programs.judge(program).failure == "", program.about
 
 
-@quickly(15)
-@given(RANDOM)
+@examples(15)
 def test_recurrences(r):
     program = random_loops.recurrence(r)
     assert programs.judge(program).failure == "", program.about
 
 
-@quickly(4)
-@given(RANDOM)
+@examples(4)
 def test_captured_loops(r):
     program = random_loops.recurrence(r, captured=True)
     assert programs.judge_captured(program).failure == "", program.about
@@ -178,22 +185,20 @@ def test_odd_steps(name, gradient):
     assert programs.judge(programs.Program(ODD[name], [x, a], "", gradient)).failure == ""
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 310003])
+@one_in(3, "seed", [310003, 1, 2, 0])
 def test_layers_of_public_code(seed):
     """A few of what ``tools/fuzz.py --kind layer`` runs: the whole compiler, but for generated code."""
     about, outcome = trial.trial(Random(seed))
     assert outcome.failure == "", about
 
 
-@quickly(6)
-@given(RANDOM)
+@examples(6)
 def test_coupled_loops(r):
     program = random_loops.coupled(r)
     assert programs.judge_captured(program).failure == "", program.about
 
 
-@quickly(10)
-@given(RANDOM)
+@examples(10)
 def test_states_that_are_kept_in_many_ways(r):
     program = random_states.kept(r)
     assert programs.judge_captured(program).failure == "", program.about

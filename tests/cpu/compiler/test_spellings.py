@@ -12,6 +12,7 @@ import refold
 from refold.compiler.recurrence.affine import LoopVectorizer, clamp_shares
 from refold.compiler.recurrence.vectorize import Value
 from support.agreement import check, outputs, rewritten
+from support.products import in_turns
 
 BATCH, STEPS, CHANNELS, HEADS, HEAD = 2, 24, 6, 2, 4
 
@@ -387,8 +388,7 @@ SPELLINGS = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by PyTorch's scan in eager
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
+@in_turns(fn=list(SPELLINGS), training=[False, True])
 def test_found_and_right(fn, training):
     if fn in (operation, operation_against_time) and torch.__version__ < (2, 13):
         pytest.skip("its scan along another axis than the first has results of another shape, and no gradients")
@@ -516,8 +516,7 @@ OTHERWISE = (
 """What is added after a bound, and the largest of a stack, share the gradient of what is not finite in another way."""
 
 
-@pytest.mark.parametrize("name", [name for name in BOUNDED if name not in OTHERWISE])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@in_turns(bad=[math.nan, math.inf, -math.inf], name=[name for name in BOUNDED if name not in OTHERWISE])
 def test_gradients_before_what_is_not_finite(name, bad):
     def fn(x, c):
         h, out = torch.zeros_like(x[:, 0]), []
@@ -556,8 +555,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", NUMBERS)
+@in_turns(name=list(NUMBERS), training=[False, True])
 def test_numbers_that_change(name, training):
     start, step, found = NUMBERS[name]
 

@@ -281,6 +281,7 @@ def everything() -> tuple[list[dict[str, Tensor]]]:
     return ([{arg.name: a for arg, a in zip(s.args, found, strict=False) if a is not None} for s, found in given],)
 
 
+@pytest.mark.slow
 def test_a_package_of_every_operator_is_compiled_and_loaded(tmp_path: Path) -> None:
     """PyTorch's loader reads options as JSON, which has no infinity."""
     inputs = everything()

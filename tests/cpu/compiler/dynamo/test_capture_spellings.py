@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 import refold
+from support.products import in_turns, one_in
 
 pytestmark = pytest.mark.usefixtures("without_code")
 
@@ -437,7 +438,7 @@ def test_values_and_gradients(captured, fn, steps):
     assert captured.notes == []
 
 
-@pytest.mark.parametrize("fn", [case[0] for case in CAPTURED], ids=lambda fn: fn.__name__)
+@one_in(4, "fn", [case[0] for case in CAPTURED])
 def test_dynamo_executes_as_much_whatever_the_length(captured, fn, monkeypatch):
     executed = []
     original = InstructionTranslatorBase.step
@@ -465,8 +466,7 @@ SCANS = [
 ]
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("fn", SCANS, ids=lambda fn: fn.__name__)
+@in_turns(fn=SCANS, train=[False, True])
 def test_they_become_scans(fn, train):
     torch._dynamo.reset()
     x = xs().requires_grad_(train)

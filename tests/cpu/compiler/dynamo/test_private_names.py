@@ -200,12 +200,17 @@ def without(**checks):
     ]
 
 
+# Of names, one in so many; each is a process.
+SHARES = pytest.mark.parametrize("share", [8, pytest.param(1, marks=[pytest.mark.exhaustive, pytest.mark.slow])])
+
+
 def each(symbols):
     return [[symbol] for symbol in symbols]
 
 
-def test_the_door_to_dynamo_shuts_without_any_name_behind_it():
-    (door,) = without(door=each(DYNAMO))
+@SHARES
+def test_the_door_to_dynamo_shuts_without_any_name_behind_it(share):
+    (door,) = without(door=each(sorted(DYNAMO)[::share]))
     for symbol, printed in door.items():
         shut = [line for line in printed.splitlines() if line.startswith(("loops Dynamo of", "training None"))]
         assert shut, symbol
@@ -221,9 +226,12 @@ def test_one_kind_of_loop_is_off_without_a_name_of_its_iterator():
         assert symbol.rpartition(":")[2] in printed, printed
 
 
-def test_programs_are_compiled_without_any_name_that_the_compiler_needs():
+@SHARES
+def test_programs_are_compiled_without_any_name_that_the_compiler_needs(share):
     train = ["torch._inductor.compile_fx:compile_fx", "torch._functorch.compile_utils:fx_graph_cse"]
-    entry, train, schemas = without(entry=each(NEEDED), train=each(train), schemas=[["torch._guards:tracing"]])
+    entry, train, schemas = without(
+        entry=each(sorted(NEEDED)[::share]), train=each(train), schemas=[["torch._guards:tracing"]]
+    )
     for symbol, printed in entry.items():
         assert "entries of refold.compiler.without" in printed, symbol
         assert printed.count("warning refold rewrites nothing") == printed.count("warning ") == 1, printed

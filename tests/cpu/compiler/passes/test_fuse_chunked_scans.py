@@ -24,6 +24,7 @@ from support.chunked import (
     multiplied,
     repeat_groups,
 )
+from support.products import in_turns
 
 NAME = "fuse chunked scan"
 
@@ -35,9 +36,9 @@ def check(outcome, rewrites):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
-@pytest.mark.parametrize("listing", SPELLINGS.values(), ids=SPELLINGS)
-@pytest.mark.parametrize("final", [True, False])
-def test_spellings(rewritten, listing, final):
+@in_turns(name=list(SPELLINGS), final=[True, False])
+def test_spellings(rewritten, name, final):
+    listing = SPELLINGS[name]
     check(rewritten(listing if final else lambda *args: listing(*args)[0], *inputs()), 1 + final)
 
 
@@ -151,9 +152,9 @@ ABOUT_OUTPUTS = {"other_decay_from_the_start", "other_keys", "other_queries", "o
 ABOUT_OUTPUTS |= {"states_behind_the_chunk"}
 
 
-@pytest.mark.parametrize("listing", SPELLINGS.values(), ids=SPELLINGS)
-@pytest.mark.parametrize("initial", [True, False])
-def test_last_state_alone_is_one_product(rewritten, listing, initial):
+@in_turns(name=list(SPELLINGS), initial=[True, False])
+def test_last_state_alone_is_one_product(rewritten, name, initial):
+    listing = SPELLINGS[name]
     first = [torch.randn(BATCH, HEADS, CHANNELS, STATES)] * initial
     outcome = rewritten(lambda *args: listing(*args)[1], *inputs(), *first)
     assert outcome.names == [LAST]

@@ -12,6 +12,7 @@ from refold.compiler.ir.operators import RANK_ONE
 from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.delta import read_rank_one
 from support.agreement import outputs, rewritten
+from support.products import in_turns
 
 B, T, H, N, P = 2, 19, 3, 6, 4
 
@@ -221,8 +222,7 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("fn", SPELLINGS)
+@in_turns(fn=list(SPELLINGS), training=[False, True])
 def test_spellings(fn, training):
     assert len(agree(fn, *operands(), training=training)) == 1
 

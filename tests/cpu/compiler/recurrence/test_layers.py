@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import refold
+from support.products import in_turns
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SCAN, SELECTIVE = "refold.linear_scan.default", "refold.selective_scan.default"
@@ -164,9 +165,9 @@ LAYERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize(("fn", "inputs"), LAYERS, ids=[case[0].__name__ for case in LAYERS])
-def test_layers(rewritten, fn, inputs, train):
+@in_turns(case=LAYERS, train=[False, True])
+def test_layers(rewritten, case, train):
+    fn, inputs = case
     outcome = rewritten(fn, *(x.requires_grad_(train) for x in inputs()))
     assert any(target.startswith("refold.") for target in outcome.targets)
     assert len(outcome.targets) < (250 if train else 60)
@@ -206,10 +207,9 @@ def last_of_two(x, a):
 LAST = [(last_of_a_loop, 1), (last_of_long_lines, 1), (last_of_a_stack, 1), (last_of_two, 2)]
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize(("fn", "scans"), LAST, ids=[case[0].__name__ for case in LAST])
-def test_loops_of_which_only_the_last_state_is_used(rewritten, fn, scans, train):
-    sizes = []
+@in_turns(case=LAST, train=[False, True])
+def test_loops_of_which_only_the_last_state_is_used(rewritten, case, train):
+    (fn, scans), sizes = case, []
     for steps in (T, 2 * T):
         x, a = torch.randn(B, steps, D), torch.rand(D)
         outcome = rewritten(fn, x.requires_grad_(train), a.requires_grad_(train))
