@@ -26,6 +26,19 @@ NAMES = ["torch", "numba", "jax", *(["triton"] if os.environ.get("TRITON_INTERPR
 BACKENDS = [
     pytest.param(b, marks=[pytest.mark.skip(reason=reason)] if (reason := absence(SPEC, b)) else []) for b in NAMES
 ]
+# JAX compiles for each length.
+BOTH = pytest.mark.parametrize(
+    ("backend", "per_key"),
+    [
+        pytest.param(
+            *each.values,
+            per_key,
+            marks=[*each.marks, *[pytest.mark.exhaustive] * (per_key and each.values[0] == "jax")],
+        )
+        for each in BACKENDS
+        for per_key in (False, True)
+    ],
+)
 LENGTHS = (1, 15, 0, 16, 17, 63, 64, 65)
 GATED = frozenset({"g", "beta", "initial_state"})
 PER_KEY = {"g": 1}
@@ -104,16 +117,14 @@ def test_lengths(backend: str, per_key: bool, length: int) -> None:
     holds(problem(SPEC, case(length, per_key)), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("per_key", [False, True])
+@BOTH
 def test_lengths_in_a_pack(backend: str, per_key: bool) -> None:
     given = problem(SPEC, case(sum(LENGTHS), per_key, LENGTHS))
     holds(given, backend)
     check("packed", given, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("per_key", [False, True])
+@BOTH
 def test_cut_at_any_token(backend: str, per_key: bool) -> None:
     given, frame = problem(SPEC, case(19, per_key)), frame_of(backend)
     whole, last = given.reference()
