@@ -29,6 +29,8 @@ if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
 # Inductor writes plain loops: vector instructions take it half as long again to write, and each new cache of its code
 # first asks the C++ compiler for them. The second run of `make test` has them: an empty value lets Inductor choose.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# Dynamo collects garbage after each compile, a tenth of its time; Python does it now and then.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # The compiler checks its graphs after every pass.
 os.environ.setdefault("REFOLD_CHECK_GRAPHS", "1")
 # A whole traceback for each operation that it is given takes a twentieth of the time.

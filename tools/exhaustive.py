@@ -29,8 +29,15 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("src/refold/compiler", "src/refold/verify", "tests/cpu/compiler", "tests/support"),
     ),
     "models": (
-        ("tests/hf",),
-        ("src/refold/models", "src/refold/generate", "src/refold/integrations", "tests/hf", "tests/support"),
+        ("tests/hf", "tests/cpu/jax/test_parallel.py"),
+        (
+            "src/refold/models",
+            "src/refold/generate",
+            "src/refold/integrations",
+            "tests/hf",
+            "tests/cpu/jax",
+            "tests/support",
+        ),
     ),
     "operators": (
         ("tests/cpu/ops", "tests/cpu/jax"),

@@ -16,6 +16,7 @@ from refold.models.jax import model_for, to_device
 from refold.models.jax.hybrid import grow_state
 from refold.models.jax.sharding.heads import shard_heads, shard_state
 from refold.models.jax.sharding.prompt import logits_sharded, read_sharded
+from support.products import in_turns
 
 MIXER = Mixer2Config(d_model=32, nheads=8, headdim=8, ngroups=2, dstate=8, proj_bias=True)
 CONFIGS = {
@@ -44,11 +45,10 @@ def close(a, b) -> None:
 
 
 # Arrays of `jax.make_mesh` have Explicit axes by default; those of `Mesh` are Auto.
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+TURNS = in_turns(name=list(CONFIGS), kind=[AxisType.Auto, AxisType.Explicit])
 
 
-@KINDS
-@pytest.mark.parametrize("name", CONFIGS)
+@TURNS
 def test_heads_over_devices(name: str, kind: AxisType) -> None:
     config = CONFIGS[name]
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(kind,))
@@ -74,8 +74,7 @@ def test_heads_over_devices(name: str, kind: AxisType) -> None:
     assert Generator(config, spread).generate(prompts, 8) == Generator(config, params).generate(prompts, 8)
 
 
-@KINDS
-@pytest.mark.parametrize("name", CONFIGS)
+@TURNS
 def test_time_over_devices(name: str, kind: AxisType) -> None:
     config = CONFIGS[name]
     mesh = jax.make_mesh((8,), ("time",), axis_types=(kind,))
@@ -94,8 +93,7 @@ def loss_of(logits, tokens):
     return -(scores * jax.nn.one_hot(tokens[:, 1:], scores.shape[-1])).sum(-1).mean()
 
 
-@KINDS
-@pytest.mark.parametrize("name", CONFIGS)
+@TURNS
 def test_training_over_time(name: str, kind: AxisType) -> None:
     """Loss and all gradients, of arrays that are placed on the mesh that is set: time alone, or rows, too."""
     config, forward = CONFIGS[name], model_for(CONFIGS[name]).forward

@@ -5,13 +5,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import export
 
 from refold import ops
 from refold.ops.spec import CU_SEQLENS, Case, load
 from refold.ops.testing import problem
 from refold.ops.testing.contract import relative_error
+from support.products import one_in
 
 EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state", "reset"})
 SIZES = {
@@ -73,7 +73,7 @@ def symbols(one):
     return shapes
 
 
-@pytest.mark.parametrize(("name", "packed"), [*((n, False) for n in SIZES), *((n, True) for n in PACKED)])
+@one_in(2, ("name", "packed"), [*((n, False) for n in SIZES), *((n, True) for n in PACKED)])
 def test_one_program_serves_all_lengths(name, packed):
     calls = [given(name, 1, sum(lengths), lengths) for lengths in PACKS] if packed else None
     calls = calls or [given(name, *sizes) for sizes in BATCHES]
