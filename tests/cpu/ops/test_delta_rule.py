@@ -475,3 +475,37 @@ def refused(name: str, cases: list[Case], dtype: str, patch: pytest.MonkeyPatch)
         except AssertionError:
             return
     raise AssertionError(f"the check {name} let the bug pass")
+
+
+@pytest.mark.parametrize("per_key", [False, True])
+@pytest.mark.parametrize(
+    ("longest", "strongest", "options", "fades"),
+    [
+        (9.0, 2.0, {"normalize": True}, True),
+        (1.0, 2.0, {}, True),
+        (1.5, 2.0, {}, False),  # I - beta k kᵀ makes some states larger
+        (9.0, 2.5, {"normalize": True}, False),
+        (9.0, 2.5, {"normalize": True, "beta_limit": 2.0}, True),
+        (9.0, 2.5, {"erase": False}, True),
+    ],
+)
+def test_what_is_said_to_be_left_of_a_state_is_no_less_than_what_is(longest, strongest, options, fades, per_key):
+    torch.manual_seed(0)
+    t, h, n = 24, 2, 4
+    k = torch.nn.functional.normalize(torch.randn(1, t, h, n, dtype=torch.float64), dim=-1) * longest
+    given = {
+        "k": k, "g": -torch.rand(1, t, h, *[n] * per_key, dtype=torch.float64) / 8,
+        "beta": strongest * torch.ones(1, t, h, dtype=torch.float64),
+    }  # fmt: skip
+    all_options = {"normalize": False, "lower_bound": None, "beta_limit": None, "erase": True} | options
+    others = {"r": None, "A_log": None, "dt_bias": None}
+    log = right.fading(t, **given, **others, **all_options).cumsum(1)
+    assert bool(log[:, -1].max() < 0) == fades
+    grown = given | {"g": given["g"] + 0.5}
+    assert (right.fading(t, **grown, **others, **all_options) == 0).all()
+    for end in (1, 5, t) if fades else ():
+        some = {name: a[:, :end] for name, a in given.items()}
+        zero, start = torch.zeros_like(some["k"]), torch.eye(n, dtype=torch.float64).expand(1, h, n, n)
+        left = ops.delta_rule(**{**some, "q": zero, "v": zero}, initial_state=start, **options)[1]
+        sizes = torch.linalg.matrix_norm(left, 2) if all_options["erase"] else left.abs().amax(-1)
+        assert (sizes <= log[:, end - 1].exp() * (1 + 1e-9)).all()

@@ -115,7 +115,22 @@ def every_case(groups, rank):
                     yield name, f"rank {rank}: {label}: {line}"
 
 
-def faded(group, names=("ssd", "selective_scan", "linear_scan")):
+def forgetful(arrays, options):
+    """Return arrays with which nothing is left of a state after a few tokens; None if a state stays."""
+    if "A" in arrays:
+        return arrays | {"A": -30 - 40 * arrays["A"].abs()}
+    if "a" in arrays:
+        return arrays | {"a": arrays["a"] * 1e-5}
+    if "g" not in arrays or "r" in arrays:
+        return None
+    made_of = "A_log" in arrays or options.get("lower_bound") is not None
+    return arrays | {"g": (60 + arrays["g"].abs()) * (1 if made_of else -1)}
+
+
+FADING = "ssd", "selective_scan", "linear_scan", "delta_rule"
+
+
+def faded(group, names=FADING):
     """Compare where nothing is left of a state after a few tokens, and count those that are computed again."""
     look, reaches = ranks._Call.look, []
 
@@ -128,11 +143,10 @@ def faded(group, names=("ssd", "selective_scan", "linear_scan")):
         for name in names:
             for label, arrays, options, _, layout, told, _ in cases(name):
                 total = next(iter(arrays.values())).shape[1]
-                if total < 15:
+                if total < 15 or (strong := forgetful(arrays, options)) is None:
                     continue
-                strong = {"A": -30 - 40 * arrays["A"].abs()} if "A" in arrays else {"a": arrays["a"] * 1e-5}
                 for lengths in ([total - 12, 7, 5], [2, 0, total - 2]):
-                    for line in compare(name, arrays | strong, options, group, lengths, layout, told):
+                    for line in compare(name, strong, options, group, lengths, layout, told):
                         yield f"{name} {label} {lengths}: {line}"
     few = sum(enters and near < count for enters, near, count in reaches)
     if 2 * few < sum(enters and count > 4 for enters, _, count in reaches):
@@ -141,15 +155,14 @@ def faded(group, names=("ssd", "selective_scan", "linear_scan")):
 
 def spoiled(group):
     """Yield where NaN is not as on one device, if what one rank gets is not finite and all states fade."""
-    for op in ("ssd", "selective_scan", "linear_scan"):
+    for op in FADING:
         for label, arrays, options, _, layout, told, _ in cases(op):
-            total = next(iter(arrays.values())).shape[1]
-            if total < 15 or "reset" in arrays:
+            total, name = next(iter(arrays.values())).shape[1], "v" if op == "delta_rule" else "x"
+            if total < 15 or "reset" in arrays or (strong := forgetful(arrays, options)) is None:
                 continue
-            strong = {"A": -30 - 40 * arrays["A"].abs()} if "A" in arrays else {"a": arrays["a"] * 1e-5}
-            spoilt = arrays["x"].clone()
+            spoilt = arrays[name].clone()
             spoilt[(slice(None), 1, *[0] * (spoilt.dim() - 2))] = torch.nan
-            given, lengths = arrays | strong | {"x": spoilt}, [2, total - 5, 3]
+            given, lengths = strong | {name: spoilt}, [2, total - 5, 3]
             expected = getattr(ops, op)(**given, **options)
             token = [arg.name for arg in load(op).args if arg.timed and arg.name in given]
             own = {n: tokens_of(a, group.rank(), lengths, layout) if n in token else a for n, a in given.items()}

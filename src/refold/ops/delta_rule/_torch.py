@@ -137,6 +137,29 @@ def _gradients(scan: Scan, dy: Tensor, dstate: Tensor | None, careful: bool) -> 
     return grads
 
 
+def fading(
+    tokens: int, *, k: Tensor, g: Tensor | None, beta: Tensor | None, r: Tensor | None, A_log: Tensor | None,
+    dt_bias: Tensor | None, normalize: bool, lower_bound: float | None, beta_limit: float | None, erase: bool,
+    **others: Any,
+) -> Tensor | None:  # fmt: skip
+    """Return the log of what each of the first tokens leaves of a state; 0 where a later one could bring it back.
+
+    It is a bound: with keys of length l and 0 <= beta l² <= 2, the norm of I - beta k kᵀ is at most 1.
+    """
+    if g is None or (erase and r is not None):
+        return None
+    log = log_decay(g[:, :tokens], A_log, dt_bias, lower_bound)
+    falls = torch.ones((), dtype=torch.bool, device=g.device)
+    if A_log is None and lower_bound is None:
+        falls = g.amax() + (0.0 if dt_bias is None else dt_bias.amax()) <= 0
+    if erase:
+        lengths = k.new_ones(()) if normalize else torch.linalg.vector_norm(k, dim=-1, dtype=log.dtype).amax()
+        written = k.new_ones((), dtype=log.dtype) if beta is None else strength(beta, beta_limit)
+        falls = falls & (written.amin() >= 0) & (written.amax() * lengths.square() <= 2)
+        log = log.amax(-1)
+    return torch.where(falls, log, 0.0)
+
+
 def delta_rule_step(
     *, q: Tensor, k: Tensor, v: Tensor, state: Tensor, g: Tensor | None, beta: Tensor | None, r: Tensor | None,
     A_log: Tensor | None, dt_bias: Tensor | None, **options: Any,
