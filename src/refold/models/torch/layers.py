@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refold.errors import ArgumentError
+from refold.ops.torch.cuts import Cut, summed
+
 Tree = Any
 
 
@@ -129,13 +132,20 @@ class Rows:
     lengths: list[int]
     offsets: Tensor | None = None
     place: Tensor | None = None
+    group: Any = None
 
     @classmethod
-    def of(cls, tokens: Tensor, lengths: Sequence[int] | None) -> Rows:
-        """Take the padding out of ``tokens (b, t)``."""
+    def of(cls, tokens: Tensor, lengths: Sequence[int] | None, group: Any = None) -> Rows:
+        """Take the padding out of ``tokens (b, t)``.
+
+        Raises:
+            ArgumentError: There are lengths and a group.
+        """
         batch, seqlen = tokens.shape
         if lengths is None or all(n == seqlen for n in lengths):
-            return cls(tokens, batch, seqlen, [seqlen] * batch)
+            return cls(tokens, batch, seqlen, [seqlen] * batch, group=group)
+        if group is not None:
+            raise ArgumentError(f"forward: with group, rows are equally long; got lengths={lengths}. Read each alone.")
         lengths = [int(n) for n in lengths]
         count = torch.tensor(lengths)
         place = (torch.arange(seqlen) < count[:, None]).flatten().nonzero()[:, 0].to(tokens.device)
@@ -166,3 +176,11 @@ class Rows:
     def grown(self, length: Tensor) -> Tensor:
         """Return how many tokens each row has read, after these."""
         return length + torch.tensor(self.lengths, dtype=length.dtype).to(length.device)
+
+    def after(self, state: Tree, **states: Tensor) -> Tree:
+        """Return the state after these tokens; that of all ranks of a group, of which one has each row."""
+        if self.group is None:
+            return {"length": self.grown(state["length"]), **states}
+        cut = self.group if isinstance(self.group, Cut) else Cut(self.group)
+        read = summed(cut, self.grown(torch.zeros_like(state["length"])))
+        return {"length": state["length"] + read, **{name: summed(cut, a) for name, a in states.items()}}

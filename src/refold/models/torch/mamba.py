@@ -7,6 +7,7 @@ products have the dtype of the parameters; step sizes, decays, norms and the res
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +42,10 @@ def forward(
     *,
     lengths: Sequence[int] | None = None,
     kind: str = "last",
+    group: Any = None,
 ) -> tuple[Tensor, Tree]:
     """Read ``tokens (b, t)`` on top of ``state``; arguments and results as in ``mamba2.forward``."""
-    rows = Rows.of(tokens, lengths)
+    rows = Rows.of(tokens, lengths, group)
     if state is None:
         state = init_state(config, rows.batch, params["embedding"].dtype, device=tokens.device)
     hidden, mixed = embed(params, rows.tokens), None
@@ -53,19 +55,18 @@ def forward(
         x, z = linear(normed, weights["in_proj"], weights.get("in_bias")).chunk(2, -1)
         x, window = ops.causal_conv1d(
             x, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window,
-            cu_seqlens=rows.offsets,
+            cu_seqlens=rows.offsets, group=group,
         )  # fmt: skip
         dt, B, C = _selection(config, weights, x)
         y, ssm = ops.selective_scan(
             x, dt, -weights["A_log"].exp(), B, C, D=weights["D"], z=z, dt_bias=weights["dt_bias"], dt_softplus=True,
-            initial_state=ssm, cu_seqlens=rows.offsets, state_dtype=ssm.dtype,
+            initial_state=ssm, cu_seqlens=rows.offsets, state_dtype=ssm.dtype, group=group,
         )  # fmt: skip
         mixed = linear(y, weights["out_proj"], weights.get("out_bias"))
         windows.append(window)
         states.append(ssm)
     _, normed = add_norm(hidden, mixed, params["norm"], config.norm_eps)
-    after = {"length": rows.grown(state["length"]), "conv": torch.stack(windows), "ssm": torch.stack(states)}
-    return output(params, normed, rows, kind), after
+    return output(params, normed, rows, kind), rows.after(state, conv=torch.stack(windows), ssm=torch.stack(states))
 
 
 def step_(config: MambaConfig, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ parameters; step sizes, decays, norms and the residual stream are float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ def forward(
     lengths: Sequence[int] | None = None,
     kind: str = "last",
     chunk_size: int | None = None,
+    group: Any = None,
 ) -> tuple[Tensor, Tree]:
     """Read ``tokens (b, t)`` on top of ``state``.
 
@@ -66,23 +68,27 @@ def forward(
             several lengths are read as one pack.
         kind: ``last``, ``all`` or ``hidden``: see ``layers.output``.
         chunk_size: Chunk of the scan; None picks the device's.
+        group: What shares the tokens, as `refold.ops.ssd` takes it: each rank passes its own, without ``lengths``.
 
     Returns:
-        Logits or hidden states, and the state after each row's last token.
+        Logits or hidden states, and the state after each row's last token. With a group, these are logits of the rank's
+        tokens, and every rank has the state after the last token of all, without a gradient.
+
+    Raises:
+        ArgumentError: There are ``lengths`` and a group.
     """
-    rows = Rows.of(tokens, lengths)
+    rows = Rows.of(tokens, lengths, group)
     if state is None:
         state = init_state(config, rows.batch, params["embedding"].dtype, device=tokens.device)
     hidden, mixed = embed(params, rows.tokens), None
     windows, states = [], []
     for weights, window, ssm in zip(params["layers"], state["conv"], state["ssm"], strict=True):
         hidden, normed = add_norm(hidden, mixed, weights["norm"], config.norm_eps)
-        mixed, window, ssm = mixer(config.mixer, weights, normed, window, ssm, rows.offsets, chunk_size)
+        mixed, window, ssm = mixer(config.mixer, weights, normed, window, ssm, rows.offsets, chunk_size, group)
         windows.append(window)
         states.append(ssm)
     _, normed = add_norm(hidden, mixed, params["norm"], config.norm_eps)
-    after = {"length": rows.grown(state["length"]), "conv": torch.stack(windows), "ssm": torch.stack(states)}
-    return output(params, normed, rows, kind), after
+    return output(params, normed, rows, kind), rows.after(state, conv=torch.stack(windows), ssm=torch.stack(states))
 
 
 def step_(config: Mamba2Config, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None) -> Tensor:
@@ -106,18 +112,20 @@ def mixer(
     ssm: Tensor,
     offsets: Tensor | None,
     chunk_size: int | None = None,
+    group: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mix ``u (b, t, d)`` over time; return it with the last inputs of the convolution and the state."""
     projected = linear(u, weights["in_proj"], weights.get("in_bias"))
     z, xBC, dt = projected.split([c.d_inner, c.conv_dim, c.nheads], -1)
     xBC, window = ops.causal_conv1d(
         xBC, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window,
-        cu_seqlens=offsets,
+        cu_seqlens=offsets, group=group,
     )  # fmt: skip
     x, B, C = _heads(c, xBC)
     y, ssm = ops.ssd(
         x, dt, -weights["A_log"].exp(), B, C, D=weights["D"], dt_bias=weights["dt_bias"], dt_softplus=True,
         dt_limit=c.dt_limit, initial_state=ssm, cu_seqlens=offsets, chunk_size=chunk_size, state_dtype=ssm.dtype,
+        group=group,
     )  # fmt: skip
     y = ops.gated_rmsnorm(
         y.flatten(-2), z, weights["gated_norm"], eps=c.norm_eps, group_size=c.d_inner // c.norm_groups
