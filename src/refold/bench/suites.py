@@ -116,6 +116,7 @@ SUITES = {
         Suite("published", "published", "published"),
         Suite("starts", "starts", "starts", measures=("ops",)),
         Suite("scale", "scale", "scale", measures=("ops",)),
+        Suite("scale-models", "scale", "scale_models", measures=_TORCH),
         Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu", device="cpu", measures=_TORCH),
         Suite("engines", "engines", "engines", measures=("ops", "compat", "engines")),
     )

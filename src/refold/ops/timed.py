@@ -57,18 +57,22 @@ def _benches() -> dict[str, Any]:
     return {name: import_module(module) for name, module in modules.items() if find_spec(module) is not None}
 
 
+place = "cuda"
+"""Where inputs are drawn."""
+
+
 def normal(*shape: int, dtype: str = "float32") -> Any:
-    """Draw inputs on the GPU."""
+    """Draw inputs."""
     import torch
 
-    return torch.randn(*shape, device="cuda").to(getattr(torch, dtype))
+    return torch.randn(*shape, device=place).to(getattr(torch, dtype))
 
 
 def uniform(*shape: int) -> Any:
-    """Draw numbers between 0 and 1 on the GPU."""
+    """Draw numbers between 0 and 1."""
     import torch
 
-    return torch.rand(*shape, device="cuda")
+    return torch.rand(*shape, device=place)
 
 
 def from_checkout(folder: str, module: str, name: str) -> Any:

@@ -1,0 +1,48 @@
+"""The suite of sequences that ranks share: its rival is right, bytes are counted, and what is hidden is found."""
+
+import pytest
+import torch
+from torch.distributed import all_reduce, group
+
+from refold import ops
+from refold.bench.all_to_all import all_to_all
+from refold.bench.scale import overlap, scale
+from refold.ops import timed
+from refold.parallel import Cut
+from support.ranks import on_ranks
+
+
+def work(rank, size):
+    """Return the largest differences between all-to-alls and states, of results and gradients."""
+    timed.place, found = "cpu", {}
+    for op, parameters in (("ssd", ["A"]), ("delta_rule", [])):
+        torch.manual_seed(rank)
+        given = timed.shared_calls()[op](16)
+        for name in parameters:
+            all_reduce(given[name])
+        given = {n: a.double().requires_grad_() if isinstance(a, torch.Tensor) else a for n, a in given.items()}
+        inputs, cut = [a for a in given.values() if isinstance(a, torch.Tensor)], Cut(group.WORLD, (16,) * size)
+        for y in (getattr(ops, op)(**given, group=cut)[0], all_to_all(getattr(ops, op), given, cut)):
+            grads = dict(zip(given, torch.autograd.grad(y, inputs, torch.ones_like(y)), strict=False))
+            for name in parameters:  # partial sums
+                all_reduce(grads[name])
+            found.setdefault(op, []).append([y.detach(), *grads.values()])
+    return {op: max(float((a - b).abs().max()) for a, b in zip(*pair, strict=True)) for op, pair in found.items()}
+
+
+def test_all_to_all_gives_what_states_give(tmp_path):
+    found = on_ranks(2, work, tmp_path)
+    assert max(max(rank.values()) for rank in found.values()) < 1e-12, found
+
+
+def test_rows_of_two_ranks():
+    rows = list(scale(operators=("ssd",), passes=("training",), tokens=(64,), repeats=1, device="cpu"))
+    assert [(row["backend"], row["tokens"]) for row in rows] == [
+        ("1 ranks", 64), ("1 ranks", 128), ("2 ranks", 128), ("2 ranks, all-to-all", 128),
+    ]  # fmt: skip
+    assert rows[2]["sent_bytes"] == 2 * 4 * 64 * (64 * 128 + 1)  # states and a number per head, there and back
+
+
+def test_what_is_hidden():
+    line = [(10.0, 30.0, "scan"), (20.0, 50.0, "ncclDevKernel_AllGather"), (40.0, 45.0, "copy"), (60.0, 70.0, "scan")]
+    assert overlap(line) == pytest.approx({"collective_s": 30e-6, "hidden_s": 15e-6, "idle_s": 20e-6})
