@@ -300,6 +300,8 @@ def work(rank, size):
         found["errors"] = list(errors(groups[3]))
         found["planted"] = dict(planted(groups[3]))
         found["faded"] = [*faded(groups[3]), *spoiled(groups[3])]
+        with mock.patch.dict(ranks.STEPS, cpu=2):
+            found["faded"] += faded(groups[3], ("ssd", "delta_rule"))
         found["compiled"] = compiled(groups[3])
     found["family"] += heads_and_time()
     with mock.patch.multiple(dist, init_process_group=lambda *_: None, destroy_process_group=lambda: None):

@@ -40,14 +40,17 @@ INITIAL = "initial_state"
 NEGLIGIBLE = 2.0**-10
 """What is left of a state counts as nothing if it is less than this part of its rounding."""
 
-_DESCRIBED: dict[Any, tuple[Meta, Carry]] = {}
+STEPS = {"cuda": 256}
+"""Tokens in steps of which a device tells reaches; one by one where it has no entry."""
+
+_DESCRIBED: dict[Any, tuple[Meta, Carry, torch.dtype]] = {}
 """What is known of the arguments of a call, by all that it depends on: finding out takes half of the host's time."""
 
 
 @cache
 def _side(device: torch.device) -> Any:
-    """Return a stream next to the one that computes."""
-    return torch.cuda.Stream(device)
+    """Return a stream next to the one that computes, whose kernels need not wait for those of a scan."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str, group: Any) -> Any:
@@ -109,9 +112,11 @@ class _Part:
 
 def _pick(where: Any, a: Tensor, b: Tensor | None = None) -> Tensor:
     """Return ``a`` where a condition holds (for all, or for rows), else ``b`` or zeros."""
+    if where is True:
+        return a
     b = torch.zeros_like(a) if b is None else b
-    if isinstance(where, bool):
-        return a if where else b
+    if where is False:
+        return b
     return torch.where(where.reshape(-1, *[1] * (a.dim() - 1)), a, b)
 
 
@@ -130,10 +135,10 @@ class _Call:
         if (found := _DESCRIBED.get(key)) is None:
             if len(_DESCRIBED) > 4096:
                 _DESCRIBED.clear()
-            found = _DESCRIBED[key] = _described(spec, self.arrays, self.options, self.backend)
-        self.meta, self.carry = found
+            meta, carry = _described(spec, self.arrays, self.options, self.backend)
+            found = _DESCRIBED[key] = meta, carry, _state_dtype(spec, meta)
+        self.meta, self.carry, self.dtype = found
         self.wide = spec.written_options(list(_wide(self.options).values()))
-        self.dtype = _state_dtype(spec, self.meta)
         self.offsets = self.arrays.get(CU_SEQLENS)
         self.window = self.meta.sizes["w"] - 1 if self.carry.kind == "window" else None
         self.total = sum(self.lengths)
@@ -202,12 +207,12 @@ class _Call:
         y, states = done
         y[:, :near] = y_head
         inner, outer = (output.axes.replace("k", "b").split() for output in reversed(self.spec.outputs))
-        bad = ~state.isfinite()
+        nothing = state * 0.0  # NaN for what is not finite
         for at in [at for at, axis in enumerate(inner) if axis not in outer]:
-            bad = bad.any(at, keepdim=True)
-        bad = bad.reshape(len(y), *y.shape[2:])
+            nothing = nothing.sum(at, keepdim=True)
+        bad = (nothing != 0.0).reshape(len(y), *y.shape[2:])
         spoil(y, bad, near, part.count if part.pack is None else part.entered_end - part.piece.begin)
-        states = part.put(states, part.first, part.row(states, part.first) + 0.0 * state, part.enters)
+        states = part.put(states, part.first, torch.add(part.row(states, part.first), state, alpha=0.0), part.enters)
         if part.pack is not None:  # a document that ends within reach
             ended = part.entered_end <= head.piece.end
             states = part.put(states, part.first, part.row(passed, part.first), ended)
@@ -248,8 +253,9 @@ class _Call:
         looks = getattr(backend_module(self.spec, "torch"), "fading", None)
         if part.enters is False or (looks is None and part.pack is None):
             return part.count
+        step = STEPS.get(self.meta.device, 1)
         if self.meta.device != "cuda":
-            return _rounded(int(self._reach(part, looks)), part.count, 1)
+            return _rounded(int(self._reach(part, looks, step)), part.count, step)
         if torch.cuda.is_current_stream_capturing():
             return part.count
         at = next(iter(self.arrays.values())).device
@@ -258,19 +264,22 @@ class _Call:
 
         def answer() -> int:
             with torch.cuda.stream(side):
-                return _rounded(int(self._reach(part, looks)), part.count, 256)
+                return _rounded(int(self._reach(part, looks, step)), part.count, step)
 
         return answer
 
-    def _reach(self, part: _Part, looks: Callable[..., Tensor | None] | None) -> Any:
-        """Return how many of the first tokens a state that enters reaches, as far as the decays of a quarter tell."""
-        some, found = min(part.count, max(part.count // 4, 4096)), cast(Any, part.count)
+    def _reach(self, part: _Part, looks: Callable[..., Tensor | None] | None, step: int) -> Any:
+        """Return how many of the first tokens a state that enters reaches, as far as the decays of a quarter tell.
+
+        It is told in steps of some tokens: a GPU adds up along the last axis of a matrix that is not long.
+        """
+        some, found = min(part.count, max(part.count // 4, 4096)) // step * step, cast(Any, part.count)
         given = dict(zip(self.arrays, self.given(part, None), strict=True)) | self.options
-        if looks is not None and (log := looks(some, **given)) is not None:
+        if looks is not None and some and (log := looks(some, **given)) is not None:
             least = math.log(torch.finfo(self.dtype).eps * NEGLIGIBLE)
-            sums = log.to(self.dtype).cumsum(1).reshape(len(log), some, -1)
-            left = (~(sums < least)).any(2).any(0).sum()
-            found = torch.where(left < some, left, found)
+            steps = log.to(self.dtype).reshape(len(log), some // step, step, -1).sum(2)
+            left = (~(steps.mT.contiguous().cumsum(-1) < least)).flatten(0, -2).any(0).sum() * step
+            found = torch.where(left < some, left + (step if step > 1 else 0), found)
         if part.pack is not None:
             found = (part.entered_end - part.piece.begin).clamp(max=found)
         return found
@@ -279,7 +288,7 @@ class _Call:
         """Return a state and a map for each run of tokens, as its rank passes them: the one all-gather of a call."""
         state, move = self.zeros(self.shape()), self.zeros(self.map_shape())
         own = [rows.get(piece, (state, move)) for piece in self.slots]
-        flat = torch.stack([torch.cat([s.to(self.dtype).flatten(), m.flatten()]) for s, m in own])
+        flat = torch.cat([part.to(self.dtype).flatten() for row in own for part in row]).view(len(own), -1)
         found, answer = [iter(rank) for rank in all_gather(self.cut, flat)], {}
         for piece in self.pieces:
             s, m = next(found[piece.rank]).split([state.numel(), move.numel()])
@@ -326,19 +335,21 @@ def _forward(spec: OpSpec) -> Callable[..., Any]:
                 rows[part.piece] = part.row(states, part.last), move
             told, entering = call.told(rows), {}
             state: Tensor | None = None
-            for part in call.parts:
+            for part in call.parts if call.mine else ():
                 entering[part.piece] = call.zeros(call.shape()) if state is None else state
+                if part is call.mine[-1]:
+                    break
                 own, move = told[part.piece]
                 passed = None if state is None else _pick(part.through, call.moved(part, move, state))
                 state = own if passed is None else own + passed
             x = inputs[0]
             (y_shape, y_dtype), (shape, dtype) = spec.output_metas(call.meta)
-            parts = list[Tensor]()
-            final = x.new_zeros(shape, dtype=getattr(torch, dtype))
+            parts, finals = list[Tensor](), list[Tensor]()
             for part in call.mine:
                 y, states = call.entered(part, entering[part.piece], done.pop(part.piece, None))
                 parts.append(y)
-                final = final + _pick(part.own, states.to(final.dtype))
+                finals.append(_pick(part.own, states.to(getattr(torch, dtype))))
+            final = sum(finals[1:], finals[0]) if finals else x.new_zeros(shape, dtype=getattr(torch, dtype))
             none = call.zeros(call.shape()), call.zeros(call.map_shape())
             kept = torch.stack([entering.get(piece, none[0]) for piece in call.slots])
             moves = torch.stack([rows.get(piece, none)[1] for piece in call.slots])
@@ -378,25 +389,33 @@ def _backward(spec: OpSpec) -> Callable[..., Any]:
             told, leaving, gradient = call.told(rows), {}, call.zeros(call.shape())
             for part in reversed(call.parts):
                 leaving[part.piece] = gradient  # of the state that is open at its end, for later runs
+                if not call.mine or part is call.mine[0]:
+                    break
                 entered, moved = told[part.piece]
                 gradient = entered + _pick(part.through, call.moved(part, moved, gradient, back=True))
                 gradient = _pick(part.enters, gradient)
             wanted = [(arg, a) for arg, a, need in zip(spec.args, call.arrays.values(), needs, strict=True) if need]
-            sums = [torch.zeros_like(a, memory_format=torch.contiguous_format) for _, a in wanted]
+            sums: list[list[Tensor]] = [[] for _ in wanted]
             for part in call.mine:
                 dstate = own[part.piece]
                 dstate = part.put(dstate, part.last, part.row(dstate, part.last) + leaving[part.piece], True)
                 found = differentiated(part, part.piece, dstate, needs)
-                for total, (arg, _), gradient in zip(sums, wanted, found, strict=True):
-                    if arg.timed:
-                        total[:, part.tokens] = gradient
-                    elif arg.name == INITIAL:  # what enters is no argument of this rank
-                        total += part.put(gradient, part.first, torch.zeros_like(gradient[:1]), part.enters)
-                    else:
-                        total += gradient
-            return sums
+                for terms, (arg, _), gradient in zip(sums, wanted, found, strict=True):
+                    if arg.name == INITIAL:  # what enters is no argument of this rank
+                        gradient = part.put(gradient, part.first, torch.zeros_like(gradient), part.enters)
+                    terms.append(gradient)
+            return [_joined(terms, arg, a) for terms, (arg, a) in zip(sums, wanted, strict=True)]
 
     return backward
+
+
+def _joined(terms: list[Tensor], arg: Arg, like: Tensor) -> Tensor:
+    """Return the gradient of an argument from those of its runs: of tokens one after the other, else the sum."""
+    if len(terms) == 1:
+        return terms[0].contiguous()
+    if not terms:
+        return torch.zeros_like(like, memory_format=torch.contiguous_format)
+    return torch.cat(terms, 1) if arg.timed else torch.stack(terms).sum(0)
 
 
 def _ask(cut: Cut, spec: OpSpec, arrays: dict[str, Any], options: Sequence[Any], *, refused: bool) -> list[int]:
@@ -422,8 +441,9 @@ def _tail(part: _Part, window: int) -> tuple[int, int]:
 
 
 def _rounded(tokens: int, count: int, least: int) -> int:
-    """Return a power of two of tokens, so that there are few kinds of calls; or all, if those are few more."""
-    near = max(1 << (max(tokens, 1) - 1).bit_length(), least)
+    """Return at most an eighth of a power of two more tokens, so that there are few kinds of calls; or all, if near."""
+    step = max(least, 1 << max((tokens - 1).bit_length() - 3, 0))
+    near = max(-(-tokens // step), 1) * step
     return near if 2 * near <= count else count
 
 
