@@ -544,18 +544,30 @@ def engines() -> str:
 
 
 def scale() -> str:
-    """Return the table of sequences that ranks share: a line per operator, pass and tokens of a rank."""
-    rows = stored(RESULTS, "nvidia-h100-80gb-hbm3", "scale")
-    of = {(row["op"], row["pass"], row["case"], row["backend"]): row["median_s"] for row in rows if measured(row)}
+    """Return the table of sequences that ranks share: a line per operator or model, pass and tokens of a rank."""
+    rows = [row for suite in ("scale", "scale-models") for row in stored(RESULTS, "nvidia-h100-80gb-hbm3", suite)]
+    of = {(row["op"], row["pass"], row["tokens"], row["backend"]): row["median_s"] for row in rows if measured(row)}
 
-    def weak(row: Row) -> str:
-        return f"{100 * of[row['op'], row['pass'], row['case'], '1 ranks'] / row['median_s']:.0f} %"
+    def took(row: Row, backend: str, tokens: int) -> float | None:
+        return of.get((row["op"], row["pass"], tokens, backend))
+
+    def of_one(tokens: int, gpus: int) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            one = took(row, "1 ranks", row["tokens"] * tokens // 2)
+            return "-" if one is None else f"{100 * one / row['median_s'] / gpus:.0f} %"
+
+        return cell
+
+    def ms(seconds: float | None) -> str:
+        return "-" if seconds is None else _ms(1e3 * seconds)
 
     shown = [row for row in rows if row["backend"] == "2 ranks" and measured(row)]
-    return table([row for row in shown if (row["op"], row["pass"], row["case"], "1 ranks") in of], {
-        "operator": key("op"), "pass": key("pass"), "tokens of a rank": lambda row: f"{int(row['case'].split()[0]):,}",
-        "one GPU": lambda row: _ms(1e3 * of[row["op"], row["pass"], row["case"], "1 ranks"]),
-        "two GPUs, twice the tokens": lambda row: _ms(1e3 * row["median_s"]), "efficiency": weak,
+    return table([row for row in shown if took(row, "1 ranks", row["tokens"] // 2) is not None], {
+        "operator or model": key("op"), "pass": key("pass"), "tokens of a rank": lambda row: f"{row['tokens'] // 2:,}",
+        "one GPU": lambda row: ms(took(row, "1 ranks", row["tokens"] // 2)),
+        "two GPUs, twice the tokens": lambda row: ms(row["median_s"]), "efficiency": of_one(1, 1),
+        "strong": of_one(2, 2), "all-to-all": lambda row: ms(took(row, "2 ranks, all-to-all", row["tokens"])),
+        "sent": lambda row: f"{row['sent_bytes'] / 1e6:.1f} MB" if "sent_bytes" in row else "-",
     })  # fmt: skip
 
 
