@@ -198,6 +198,16 @@ def reset_by_a_mask(x, ends):
     return torch.stack(out, 1)
 
 
+def reset_by_filling(x, ends, start):
+    """The same, by a fill, once with what is learned."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = (0.9 * h + x[:, t]).masked_fill(ends[:, t] > 1, 0.0)
+        h = h.masked_fill(ends[:, t] < -1, start)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
 def learned_reset_of_layers(x, ends, start):
     hs, out = start.expand(3, x.shape[0], -1), []
     for t in range(x.shape[1]):
@@ -367,6 +377,7 @@ SPELLINGS = {
     keys_in_front: ([(STEPS, HEAD, BATCH)] * 3, "linear_scan"),
     states_by_baddbmm: ([LONG] * 3, "ssd"),
     reset_by_a_mask: ([LONG] * 2, "linear_scan"),
+    reset_by_filling: ([LONG, LONG, ()], "linear_scan"),
     learned_reset_of_layers: ([LONG, LONG, (CHANNELS,)], "linear_scan"),
     running_range: ([LONG], "running minimum"),
     running_logsumexp: ([LONG] * 2, "running maximum"),

@@ -77,6 +77,12 @@ def _replaced(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, acc
     return torch.where(mask.reshape([*mask.shape, *[1] * rest]), values, x)
 
 
+def _filled(x: torch.Tensor, mask: torch.Tensor, fill: Any) -> torch.Tensor:
+    """Spell ``masked_fill`` as a choice, whose derivatives are the same; torch 2.15 spells ``x[mask] = 0`` by it."""
+    fill = fill.to(x.dtype) if isinstance(fill, torch.Tensor) else torch.full((), fill, dtype=x.dtype, device=x.device)
+    return torch.where(mask, fill, x)
+
+
 def _mixed(x: torch.Tensor, y: torch.Tensor, weight: float) -> torch.Tensor:
     """Spell ``lerp``; torch 2.11 makes a tensor of the factor, of the state's kind."""
     far = weight >= 0.5 or weight <= -0.5
@@ -107,6 +113,7 @@ _OWN_SPELLINGS: dict[Any, Callable[..., Any]] = {
     aten.addbmm.default: _added_product(lambda a, b: torch.bmm(a, b).sum(0)),
     aten.addr.default: _added_product(lambda a, b: a.unsqueeze(1) * b),
     aten.index_put.default: _replaced,
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _filled),
     aten.lerp.Scalar: _mixed,
     **{
         getattr(packet, kind): _one_by_one(name)

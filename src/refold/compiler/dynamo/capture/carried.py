@@ -30,6 +30,7 @@ from .variables import (
     is_constant,
     not_carried,
     numbers,
+    realized,
     structure,
     tensors,
 )
@@ -79,6 +80,7 @@ class CarrySpec:
             number: The step's number in that trace.
         """
         counter = self.counters.get(location)
+        before, then = realized(before), realized(then)  # since torch 2.15, sums of integers are lazy
         if counter is not None:
             if not isinstance(then, SymNodeVariable) or not counter.grow(then.sym_num, number):
                 other = counter.otherwise()

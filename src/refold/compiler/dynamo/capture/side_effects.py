@@ -122,6 +122,9 @@ def rolled_back(tx: Translator) -> Iterator[None]:
     contents, known = _contents(effects), effects.id_to_variable
     effects.id_to_variable = found = _Found(known)
     effects.clone = _refuse
+    # Generators that Dynamo closes in the end, since torch 2.15: those of a trace are gone by then.
+    generators = getattr(tx.output, "local_generators", [])
+    tracked = len(generators)
     tx.current_speculation = None
     # Speculations in the body must not be found in the log when Dynamo starts over.
     log.entries, log.index = [], 0
@@ -140,7 +143,7 @@ def rolled_back(tx: Translator) -> Iterator[None]:
         raise
     finally:
         effects.id_to_variable = known
-        del effects.clone
+        del effects.clone, generators[tracked:]
         tx.__dict__.update(registers)
         vars(tx.exn_vt_stack).update(exceptions)
         log.entries, log.index, mode.cache_enabled = entries, index, cached
