@@ -320,22 +320,19 @@ def doctor(
         for line in compile_beforehand(warm):
             typer.echo(f"{time.perf_counter() - began:6.1f} s  {line}")
         return
-    from rich.console import Console
-
     from .doctor import examine
 
-    console = Console()
     for section, lines in examine().items():
-        console.print(f"[bold]{section}[/bold]")
+        typer.secho(section, bold=True)
         for name, text in lines.items():
-            console.print(f"  {name:14} {text}", highlight=False, markup=False, soft_wrap=True)
+            typer.echo(f"  {name:14} {text}")
     if audit:
         from .audit import audit as check
 
-        console.print("[bold]audit[/bold]")
+        typer.secho("audit", bold=True)
         wrong = False
         for finding in check():
-            console.print(f"  {finding}", highlight=False, markup=False, soft_wrap=True)
+            typer.echo(f"  {finding}")
             wrong |= finding.verdict == "wrong"
         if wrong:
             raise typer.Exit(1)

@@ -7,12 +7,15 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 from .engines import COMPARED, REPLACED, RUN
 from .engines.doors import version
@@ -27,7 +30,7 @@ def examine() -> dict[str, dict[str, str]]:
     """Return versions, devices, usable parts, each with a reason where the answer is no, and what versions cost."""
     versions = _versions()
     with ThreadPoolExecutor(1) as pool:
-        jax = pool.submit(_jax_elsewhere)  # meanwhile this process imports torch
+        jax = pool.submit(_jax_elsewhere)  # meanwhile this process asks PyTorch
         return {
             "versions": _judged(versions) | {"python": f"{_judged(versions)['python']} on {platform.platform()}"},
             "devices": _devices(),
@@ -78,20 +81,28 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+def _cuda() -> Any:
+    """Return ``torch.cuda`` where a GPU may be; else None, for to import PyTorch takes longer than all the rest."""
+    drivers = map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+    if not _installed("torch") or (sys.platform == "linux" and not any(drivers)):
+        return None
+    import torch
+
+    return torch.cuda
+
+
 def _devices() -> dict[str, str]:
     found = {"cpu": f"{os.cpu_count()} cores"}
-    if _installed("torch"):
-        import torch
-
-        found["cpu"] += f", torch uses {(count := torch.get_num_threads())} thread{'s' * (count != 1)}"
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            memory = properties.total_memory / 2**30
-            found[f"cuda:{index}"] = f"{properties.name}, {memory:.0f} GiB, sm_{properties.major}{properties.minor}"
-        if not torch.cuda.device_count():
-            found["cuda"] = "none: " + (
-                "no NVIDIA or AMD GPU is visible" if torch.version.cuda else "CPU build of torch"
-            )
+    cuda = _cuda()
+    for index in range(cuda.device_count() if cuda else 0):
+        properties = cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        found[f"cuda:{index}"] = f"{properties.name}, {memory:.0f} GiB, sm_{properties.major}{properties.minor}"
+    if len(found) == 1 and (spec := importlib.util.find_spec("torch")):
+        built = runpy.run_path(str(Path(spec.origin or "").with_name("version.py")))
+        found["cuda"] = "none: " + (
+            "no NVIDIA or AMD GPU is visible" if built.get("cuda") or built.get("hip") else "CPU build of torch"
+        )
     return found
 
 
@@ -129,9 +140,7 @@ def _triton() -> str:
         return "no: torch is not installed (pip install 'refold[torch]')"
     if not _installed("triton"):
         return "no: triton is not installed (pip install 'refold[triton]')"
-    import torch
-
-    if torch.cuda.is_available():
+    if (cuda := _cuda()) and cuda.is_available():
         if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
             return "no: Triton needs a C compiler, and neither gcc nor clang is on the PATH"
         return "yes"
@@ -145,10 +154,11 @@ def _numba() -> str:
         return "no: torch is not installed (pip install 'refold[torch]')"
     if not _installed("numba"):
         return "no: numba is not installed (pip install 'refold[numba]'); the torch backend runs the scans instead"
-    from .ops.backends import absence
     from .ops.spec import all_specs
 
-    return f"yes: {', '.join(spec.name for spec in all_specs() if absence(spec, 'numba') is None)} on the CPU"
+    files = [(spec.name, importlib.util.find_spec(f"{spec.module}._numba")) for spec in all_specs()]
+    names = [name for name, file in files if file and f"\ndef {name}(" in Path(file.origin or "").read_text()]
+    return f"yes: {', '.join(names)} on the CPU"
 
 
 def _jax_elsewhere() -> str:

@@ -96,6 +96,7 @@ def test_a_factory_is_a_target_too(here):
 def test_doctor_misses_the_compiler_that_triton_needs(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setenv("CC", "")
     assert examine()["parts"]["triton"].startswith("no: Triton needs a C compiler")
@@ -108,6 +109,17 @@ def test_doctor_says_what_is_usable_and_why_not():
     assert done.returncode == 0, done.stderr
     for word in ("versions", "devices", "parts", "torch", "compiler", "triton", "jax", "off with these versions"):
         assert word in done.stdout
+
+
+def test_commands_import_what_they_need():
+    """Without a GPU to ask about, the doctor needs no PyTorch; the version needs no more than the package."""
+    loaded = "import sys; {}; print(sorted({{'torch', 'jax', 'rich', 'typer'}} & sys.modules.keys()))"
+    doctor = "from refold import doctor; doctor._jax_elsewhere = str; doctor._cuda = lambda: None; doctor.examine()"
+    version = "sys.argv = ['refold', '--version']; from refold.__main__ import main; main()"
+    for command, needed in ((doctor, ["typer"]), (version, [])):
+        command = [sys.executable, "-c", loaded.format(command)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == str(needed), done.stdout
 
 
 def test_doctor_lists_what_is_off_with_these_versions(monkeypatch):
