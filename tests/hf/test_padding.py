@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import refold
+from refold.errors import ArgumentError
 from refold.integrations import mixers, padding
 from refold.integrations.mixers import _step_sizes
 from support.families import NAMES, VOCAB, cache_name, make
@@ -89,6 +90,19 @@ def test_gradients_of_rows_that_go_on(name):
         assert (a is None) == (b is None)
         if b is not None:
             assert (a - b).abs().max() <= 1e-9 * b.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_does_not_pause_for_one_token(name):
+    """It would read what is no token of its own; rows that have not begun may wait."""
+    model, ids = make(name), torch.randint(1, VOCAB, (2, 6))
+    refold.accelerate(model)
+    with torch.no_grad():
+        in_pieces(model, ids, list(tensor(["111111", "000011"]).split([3, 1, 1, 1], 1)))
+        with pytest.raises(ArgumentError, match="attention_mask is 0 for the one token of row 1, and a row cannot"):
+            in_pieces(model, ids, list(tensor(["111111", "111101"]).split([4, 1, 1], 1)))
+        rest = ids[:, :3]
+        assert model(rest, use_cache=False).logits.isfinite().all()  # the call that was refused is over
 
 
 def test_padding_before_a_row_acts_as_in_transformers():

@@ -116,6 +116,26 @@ def check_tokens(name: str, values: Tensor, arguments: Mapping[str, Any]) -> Non
         raise ShapeError(f"{name} must have the shape {wanted}; got {tuple(values.shape)}. One entry per token.")
 
 
+def _check_one_token(arguments: Mapping[str, Any]) -> None:
+    """Refuse a row that is to pause for a call of one token, in which layers of transformers get no mask.
+
+    On a GPU one would have to wait for the mask, token by token: nothing is checked there, or while a graph is traced.
+    """
+    size, mask = _batch_size(arguments), arguments.get("attention_mask")
+    if size is None or size[1] != 1 or torch.compiler.is_compiling():
+        return
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.device.type != "cpu" or not _continues(arguments):
+        return
+    paused = ~mask[:, -1].bool()
+    if mask.shape[1] > 1:
+        paused &= mask[:, :-1].bool().any(1)
+    if paused.any():
+        raise ArgumentError(
+            f"attention_mask is 0 for the one token of row {int(paused.int().argmax())}, and a row cannot pause for a "
+            "single token. Call the rows that go on, or give each row a token, or two tokens at a time."
+        )
+
+
 def _batch_size(arguments: Mapping[str, Any]) -> torch.Size | None:
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(tokens := arguments.get(name), Tensor):
@@ -201,6 +221,7 @@ def _enter(names: tuple[str, ...], positions: bool, module: nn.Module, args: Any
         _CALLS.stack.append(_CALLS.stack[-1])
         return
     given = dict(zip(names, args, strict=False)) | kwargs
+    _check_one_token(given)
     asked = any(given.get(name) is not None for name in (*_OFFSETS, _INDEX, _POSITIONS))
     _CALLS.stack.append(_Call(read(given, positions), asked, []))
 
