@@ -13,12 +13,14 @@ from refold.ops.testing import problem
 from refold.ops.testing.contract import relative_error
 from support.products import one_in
 
-EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state", "reset"})
+EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state", "reset", "g", "beta", "r", "A_log"})
 SIZES = {
     "ssd": ({"h": 4, "p": 2, "g": 2, "n": 3}, {"dt_softplus": True, "chunk_size": 8}),
     "ssd_step": ({"h": 4, "p": 2, "g": 2, "n": 3}, {"dt_softplus": True}),
     "selective_scan": ({"d": 4, "n": 3}, {"dt_softplus": True}),
     "selective_scan_step": ({"d": 4, "n": 3}, {"dt_softplus": True}),
+    "delta_rule": ({"h": 4, "p": 2, "g": 2, "n": 3}, {"chunk_size": 8, "normalize": True, "beta_limit": 2.0}),
+    "delta_rule_step": ({"h": 4, "p": 2, "g": 2, "n": 3}, {"normalize": True, "beta_limit": 2.0}),
     "linear_scan": ({"*": (4, 2)}, {}),
     "linear_scan-reverse": ({"*": (4, 2)}, {"reverse": True}),
     "causal_conv1d": ({"d": 4, "w": 4}, {"activation": "silu"}),

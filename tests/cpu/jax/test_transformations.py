@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from refold import ops
+from refold.ops.delta_rule import _jax as delta_jax
 from refold.ops.selective_scan import _jax as selective_jax
 from refold.ops.spec import CU_SEQLENS, Case, load
 from refold.ops.ssd import _jax as ssd_jax
@@ -21,10 +22,11 @@ from refold.ops.testing.problems import Problem
 from support.products import covering, others_exhaustive
 
 Arrays = dict[str, jax.Array]
-EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state"})
+EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state", "g", "beta", "r", "A_log"})
 SSD, DUAL = {"t": 11, "h": 8, "p": 2, "g": 8, "n": 3}, {"dt_softplus": True, "dt_limit": (0.5, 1.2)}
 MAMBA, GROUPED = {"t": 11, "d": 16, "n": 3, "g": 8}, {"B": 1, "C": 1}
 SOFTPLUS, SILU, GROUPS = {"dt_softplus": True}, {"activation": "silu"}, {"eps": 1e-5, "group_size": 2}
+FUSED, PER_KEY = {"normalize": True, "beta_limit": 2.0}, {"g": 1, "dt_bias": 1}
 BATCH, PACK, STEP = {"b": 8}, {"b": 1}, {"b": 8, "t": 3}
 LENGTHS = (0, 4, 0, 1, 6)
 
@@ -40,6 +42,11 @@ CASES = {
     "selective_scan-packed": Case("packed", MAMBA | PACK, EVERY, SOFTPLUS, LENGTHS, GROUPED),
     "selective_scan_step": Case("token", {k: n for k, n in (MAMBA | BATCH).items() if k != "t"}, EVERY, SOFTPLUS),
     "selective_scan_step-tokens": Case("tokens", MAMBA | STEP, EVERY, SOFTPLUS),
+    "delta_rule": Case("batch", SSD | BATCH, EVERY, FUSED | {"chunk_size": 2}),
+    "delta_rule-one_group": Case("batch", SSD | BATCH | {"g": 1}, EVERY, FUSED | {"chunk_size": 2}, layout=PER_KEY),
+    "delta_rule-packed": Case("packed", SSD | PACK, EVERY, FUSED | {"chunk_size": 2}, LENGTHS),
+    "delta_rule_step": Case("token", {k: n for k, n in (SSD | BATCH).items() if k != "t"}, EVERY, FUSED),
+    "delta_rule_step-tokens": Case("tokens", SSD | STEP, EVERY, FUSED, layout=PER_KEY),
     "linear_scan": Case("batch", {"b": 8, "t": 11, "*": (8, 2)}, EVERY),
     "linear_scan-packed": Case("packed", {"b": 1, "t": 11, "*": (8, 2)}, EVERY, {"reverse": True}, LENGTHS),
     "causal_conv1d": Case("batch", {"b": 8, "t": 11, "d": 16, "w": 4}, EVERY, SILU),
@@ -66,6 +73,7 @@ def _many_lanes_and_segments() -> Iterator[None]:
         patch.setattr(selective_jax, "default_lane_length", lambda seqlen: 5)
         patch.setattr(selective_jax, "CHECKPOINT_STEPS", 2)
         patch.setattr(ssd_jax, "SEGMENT_CHUNKS", 2)
+        patch.setattr(delta_jax, "SEGMENT_CHUNKS", 2)
         jax.clear_caches()
         yield
     jax.clear_caches()
@@ -155,11 +163,12 @@ def test_vmap_of_values_and_gradients(name: str) -> None:
 
 @FEWER
 def test_vmap_over_one_array(name: str) -> None:
-    """The other arrays are shared, and results vary with ``x`` alone."""
+    """The other arrays are shared, and results vary with ``x``, or the values, alone."""
     first = examples(name)[0]
-    xs = stack([arrays["x"] for arrays in examples(name)])
-    found = jax.vmap(lambda x: operator(name)({**first, "x": x}))(xs)
-    equal(name, found, stack([operator(name)({**first, "x": x}) for x in xs]))
+    one = "x" if "x" in first else "v"
+    xs = stack([arrays[one] for arrays in examples(name)])
+    found = jax.vmap(lambda x: operator(name)({**first, one: x}))(xs)
+    equal(name, found, stack([operator(name)({**first, one: x}) for x in xs]))
 
 
 @few("ssd-packed", "selective_scan", "linear_scan-packed", "causal_conv1d_step", "gated_rmsnorm")

@@ -17,6 +17,7 @@ from refold.ops.jax.careful import pushed
 from refold.ops.jax.layout import (
     Array,
     accumulator,
+    is_known,
     line,
     pack_chunks,
     pad_time,
@@ -26,7 +27,8 @@ from refold.ops.jax.layout import (
 
 CHUNK_SIZE = 64
 SEGMENT_CHUNKS = 32
-"""Chunks that are computed side by side."""
+SYMBOLIC_SEGMENT_CHUNKS = 4
+"""Chunks that are computed side by side, and those where one program serves all lengths: it pads to so many."""
 
 _STATIC = ("scale", "normalize", "lower_bound", "beta_limit", "erase")
 
@@ -54,7 +56,8 @@ def delta_rule(
     """Compute :func:`refold.ops.delta_rule` on JAX arrays; see there for the equations and the arguments."""
     acc = accumulator(v.dtype)
     seqlen, dkey = v.shape[1], q.shape[3]
-    chunk = 1 << (min(chunk_size or CHUNK_SIZE, seqlen) - 1).bit_length()
+    chunk = chunk_size or CHUNK_SIZE
+    chunk = 1 << ((min(chunk, seqlen) if is_known(seqlen) else chunk) - 1).bit_length()
     nseq = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     none = jnp.zeros((nseq, v.shape[2], dkey, v.shape[3]), acc)
     operands = [
@@ -158,13 +161,13 @@ def _careful_jvp(static: Any, primals: Any, tangents: Any) -> Any:
     operands, cu_seqlens = primals
     bad = _bad(static, operands)
     clean = _without(bad, operands)
-    tokens = line(operands[0].shape[1], cu_seqlens)
     results, jacobian = jax.linearize(partial(_core, static, cu_seqlens), *clean)
-    marks = spoiled_results(tokens, bad)
+    marks = spoiled_results(line(operands[0].shape[1], cu_seqlens), bad)
     results = jnp.where(marks[0], jnp.nan, results[0]), jnp.where(marks[1], jnp.nan, results[1])
 
     def transposed(cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
         bad_dy, bad_dfinal = (~jnp.isfinite(a) for a in cotangents)
+        tokens = line(operands[0].shape[1], cu_seqlens)  # its own: in `shard_map`, what is solved varies over devices
         spoiled = spoiled_gradients(tokens, replace(bad, dy=bad_dy, dfinal=bad_dfinal))
         if bad.erase and bad.r is None:
             spoiled["k"] |= spoiled["r"]
@@ -205,7 +208,7 @@ def _core(static: Any, cu_seqlens: Array | None, *operands: Array) -> tuple[Arra
         nchunks = pack.sequence.shape[0]
         filled = pack.filled.reshape(1, -1, 1)
         tokens = [jnp.where(filled if a.ndim == 3 else filled[..., None], a[:, pack.source], 0) for a in tokens]
-    per_segment = min(nchunks, SEGMENT_CHUNKS)
+    per_segment = min(nchunks, SEGMENT_CHUNKS) if is_known(nchunks) else SYMBOLIC_SEGMENT_CHUNKS
     nsegments = -(-nchunks // per_segment)
 
     def segments(a: Array) -> Array:
@@ -226,7 +229,7 @@ def _core(static: Any, cu_seqlens: Array | None, *operands: Array) -> tuple[Arra
         borders = borders.T.reshape(nsegments, per_segment, 3)
     body: Any = partial(_segment, erase, initial)
     inputs = (tuple(segments(a) for a in tokens), borders)
-    if nsegments == 1:
+    if is_known(nsegments) and nsegments == 1:
         carry, y = body(carry, jax.tree.map(lambda a: a[0], inputs))
         y = y[None]
     else:
@@ -258,13 +261,13 @@ def _segment(erase: bool, initial: Array, carry: Any, inputs: Any) -> tuple[Any,
         values, writes, total, solve, reads, border = inputs
         if border is not None:
             sequence, first, last = border
-            state = jnp.where(first > 0, initial[jnp.minimum(sequence, len(initial) - 1)][None], state)
+            state = jnp.where(first > 0, initial[jnp.minimum(sequence, initial.shape[0] - 1)][None], state)
         entering, U = state, values
         if solve is not None:
             U = product("...ij,...jp->...ip", solve, values - product("...ln,...np->...lp", reads, state))
         state = total * state + product("...ln,...lp->...np", writes, U)
         if border is not None:
-            finals = finals.at[jnp.where(last > 0, sequence, len(finals))].set(state[0], mode="drop")
+            finals = finals.at[jnp.where(last > 0, sequence, finals.shape[0])].set(state[0], mode="drop")
         return (state, finals), (entering, U)
 
     carry = jax.tree.map(lambda a: vary_like(a, *jax.tree.leaves((steps, initial))), carry)
