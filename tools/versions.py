@@ -1,11 +1,12 @@
 """Run operators, the compiler's core and `accelerate` on the oldest and newest releases of what refold builds on.
 
-    python tools/versions.py [NAME[:PART] ...]   makes an environment for each set of releases, runs its tests
-    python tools/versions.py --render            writes the table of docs/versions.md anew
+    python tools/versions.py [NAME[:PART] ...]          makes an environment for each set of releases, runs its tests
+    python tools/versions.py --again [NAME[:PART] ...]  runs only what did not pass in the last stored row of a part
+    python tools/versions.py --render                   writes the table of docs/versions.md anew
 
 An environment is made by pip in the folder build/versions/NAME, or in ``$REFOLD_VERSIONS/NAME``, and is used again. A
 CUDA build of torch takes several GB and runs on the CPU. The outcome of each part goes to docs/versions.jsonl:
-versions, date, tests.
+versions, date, tests. A part has an hour, or ``$REFOLD_VERSIONS_SECONDS``: what it did not reach then is not counted.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STORE, PAGE = ROOT / "docs" / "versions.jsonl", ROOT / "docs" / "versions.md"
+SECONDS = float(os.environ.get("REFOLD_VERSIONS_SECONDS", "3600"))
 FOLDER = Path(os.environ.get("REFOLD_VERSIONS", ROOT / "build" / "versions"))
 CORE = [
     "tests/cpu/compiler/dynamo",
@@ -69,14 +72,20 @@ def environment(name: str) -> Path:
     return own
 
 
-def run(name: str, python: Path, part: str) -> dict[str, object]:
-    """Run the tests of one part in an environment, and return the row that is stored."""
-    command = [python, "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider", *PARTS[part]]
+def run(name: str, python: Path, part: str, again: bool) -> dict[str, object]:
+    """Run the tests of one part in an environment, or those that did not pass; return the row that is stored."""
+    before = last(name, part) if again else {}
+    tests = before.get("not_passed") or PARTS[part]
+    # GNU's timeout ends the tests, also those in processes of their own, and what they printed is kept.
+    command = ["timeout", str(SECONDS), python, "-m", "pytest", "-vv", "--tb=line", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    counts = dict.fromkeys(("passed", "failed", "skipped", "error"), 0)
-    for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout[-400:]):
-        counts[word] = int(number)
-    failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)))
+    outcomes = dict(re.findall(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", done.stdout, re.MULTILINE))
+    words = [*outcomes.values()]
+    counts = {word: words.count(word.upper()) for word in ("passed", "failed", "skipped", "error")}
+    failed = sorted(test for test, outcome in outcomes.items() if outcome in ("FAILED", "ERROR"))
+    if before.get("not_passed"):
+        counts["passed"] += before["passed"]
+        counts["skipped"] += before["skipped"]
     versions = json.loads(subprocess.run([python, "-c", VERSIONS, *SHOWN], capture_output=True, check=True).stdout)
     revision = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -84,13 +93,20 @@ def run(name: str, python: Path, part: str) -> dict[str, object]:
     return {
         "set": name, "part": part, "versions": versions, **counts, "rc": done.returncode, "not_passed": failed,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "revision": revision.stdout.strip(),
+        **({"again": len(tests), "others": before["revision"]} if before.get("not_passed") else {}),
+        **({"unfinished": SECONDS} if done.returncode == 124 else {}),
     }  # fmt: skip
 
 
-def rows() -> list[dict[str, object]]:
+def rows() -> list[dict[str, Any]]:
     """Return the last row of each set, versions and part."""
     read = map(json.loads, STORE.read_text().splitlines())
     return list({(row["set"], str(row["versions"]), row["part"]): row for row in read}.values())
+
+
+def last(name: str, part: str) -> dict[str, Any]:
+    """Return the last row of a set and a part; nothing if there is none."""
+    return next((row for row in reversed(rows()) if (row["set"], row["part"]) == (name, part)), {})
 
 
 def table() -> str:
@@ -98,7 +114,8 @@ def table() -> str:
     lines = ["| python | torch | triton | transformers | jax | part | passed | failed | date |", "|---" * 9 + "|"]
     for row in rows():
         versions = [row["versions"].get(name, "-") for name in ("python", *SHOWN)]
-        counts = [row["passed"], row["failed"] + row["error"]]
+        more = f" (in {row['unfinished']:.0f} s)" if "unfinished" in row else ""
+        counts = [f"{row['passed']}{more}", row["failed"] + row["error"]]
         lines.append(f"| {' | '.join(map(str, [*versions, row['part'], *counts, row['date']]))} |")
     return "\n".join(lines)
 
@@ -113,11 +130,13 @@ def rendered(page: str) -> str:
 def main(arguments: list[str]) -> int:
     """Run the named sets, or all; return 1 if a test failed."""
     wrong = False
+    again = arguments[:1] == ["--again"]
+    arguments = arguments[again:]
     for argument in [] if arguments == ["--render"] else arguments or list(SETS):
         name, _, one = argument.partition(":")
         python = environment(name)
         for part in [one] if one else SETS[name][2]:
-            row = run(name, python, part)
+            row = run(name, python, part, again)
             wrong |= row["rc"] != 0
             print(json.dumps(row), flush=True)
             with STORE.open("a") as file:
