@@ -75,17 +75,23 @@ def environment(name: str) -> Path:
 def run(name: str, python: Path, part: str, again: bool) -> dict[str, object]:
     """Run the tests of one part in an environment, or those that did not pass; return the row that is stored."""
     before = last(name, part) if again else {}
-    tests = before.get("not_passed") or PARTS[part]
+    # Of a name that was cut, all cases of the test.
+    cut = [test if test.endswith("]") else test.partition("[")[0] for test in before.get("not_passed", [])]
+    tests = list(dict.fromkeys(cut)) or PARTS[part]
     # GNU's timeout ends the tests, also those in processes of their own, and what they printed is kept.
     command = ["timeout", str(SECONDS), python, "-m", "pytest", "-vv", "--tb=line", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1, 124):
+        raise SystemExit(
+            f"{name}:{part}: pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     outcomes = dict(re.findall(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", done.stdout, re.MULTILINE))
     words = [*outcomes.values()]
     counts = {word: words.count(word.upper()) for word in ("passed", "failed", "skipped", "error")}
     failed = sorted(test for test, outcome in outcomes.items() if outcome in ("FAILED", "ERROR"))
     if before.get("not_passed"):
-        counts["passed"] += before["passed"]
-        counts["skipped"] += before["skipped"]
+        counts["passed"] = before["passed"] + before["failed"] + before["error"] - len(failed)
+        counts["skipped"] = before["skipped"]
     versions = json.loads(subprocess.run([python, "-c", VERSIONS, *SHOWN], capture_output=True, check=True).stdout)
     revision = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -93,7 +99,7 @@ def run(name: str, python: Path, part: str, again: bool) -> dict[str, object]:
     return {
         "set": name, "part": part, "versions": versions, **counts, "rc": done.returncode, "not_passed": failed,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "revision": revision.stdout.strip(),
-        **({"again": len(tests), "others": before["revision"]} if before.get("not_passed") else {}),
+        **({"again": len(outcomes), "others": before["revision"]} if before.get("not_passed") else {}),
         **({"unfinished": SECONDS} if done.returncode == 124 else {}),
     }  # fmt: skip
 
