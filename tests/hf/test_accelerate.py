@@ -233,6 +233,42 @@ def test_documents_of_a_row_do_not_see_each_other(name, checkpointing):
     assert (leaking - expected[0]).abs().max() > 1e-3  # transformers' own layers mix them
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["mamba2", "bamba"])
+def test_hooks_and_gradients_under_checkpointing(name, reentrant):
+    """Hooks of a layer, of its output and of its gradient run as often, and see the same, as without both."""
+    model, ids = make(name).double().train(), ids_of(2, 24)
+    layer = model.base_model.layers[0]
+
+    def run():
+        model.zero_grad()
+        seen = []
+
+        def forward(module, given, out):
+            out = out if isinstance(out, torch.Tensor) else out[0]
+            if out.requires_grad:
+                out.register_hook(lambda gradient: seen.append(gradient.norm()))
+
+        hooks = [
+            layer.register_forward_hook(forward),
+            layer.register_full_backward_hook(lambda module, given, got: seen.append(got[0].norm())),
+        ]
+        logits = model(ids, use_cache=False).logits
+        (logits * torch.linspace(-1, 1, VOCAB, dtype=logits.dtype)).mean().backward()
+        for hook in hooks:
+            hook.remove()
+        return torch.stack(seen), [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = run()
+    refold.accelerate(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = run()
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+    for a, b in zip(found[1], expected[1], strict=True):
+        assert (a - b).abs().max() <= 1e-5 * max(b.abs().max(), 1e-4)
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "zamba"])
 def test_every_spelling_of_documents(name):
     model = make(name)
