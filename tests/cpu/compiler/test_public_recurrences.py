@@ -14,7 +14,7 @@ from refold.compiler.recurrence.systems import BOUNDED_SCAN
 from refold.compiler.session import GraphCompile
 from refold.report import GraphReport
 from support.agreement import check
-from support.products import in_turns
+from support.products import in_turns, one_in
 
 STEPS = 21
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
@@ -128,7 +128,7 @@ def test_a_network_of_a_batch_of_one():
     assert detail == "17 steps of a state of 1 x 6 as one linear_scan"
 
 
-@pytest.mark.parametrize("training", [False, True])
+@one_in(2, "training", [True, False])
 def test_complex_networks(training):
     def fn(a, x):
         from torch._higher_order_ops.associative_scan import associative_scan
@@ -287,7 +287,7 @@ def test_five_coupled_carries_are_swept_and_never_composed(numba, monkeypatch):
     assert any("linear_system of 5" in detail for detail in check(fn, [decays()[1]], False)) == numba
 
 
-@pytest.mark.parametrize("training", [False, True])
+@one_in(2, "training", [True, False])
 def test_seasons_that_a_window_rolls(training):
     """Carries of a window have an axis of size one that level and trend do not have."""
 
@@ -305,7 +305,7 @@ def test_seasons_that_a_window_rolls(training):
     assert "linear_system of 6" in detail
 
 
-@pytest.mark.parametrize("training", [False, True])
+@one_in(2, "training", [True, False])
 def test_complex_steps_that_change(training):
     def fn(x, a):
         gate = torch.complex(a.cos(), a.sin()) * 0.9
@@ -333,7 +333,7 @@ def rwkv4_in_one_state(k, v, w, u):
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("training", [False, True])
+@one_in(2, "training", [True, False])
 def test_a_maximum_in_a_row_of_the_state(training):
     (detail,) = check(rwkv4_in_one_state, RECURRENCES["rwkv4"].inputs(2, STEPS, 2 * HEAD), training)
     assert "running maximum" in detail
@@ -353,7 +353,7 @@ def retention_by_heads(q, k, v):
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("training", [False, True])
+@one_in(2, "training", [True, False])
 def test_heads_in_a_loop_of_each_step(training):
     details = check(retention_by_heads, RECURRENCES["xpos-retention"].inputs(2, STEPS, 2 * HEAD), training)
     assert [detail.rsplit(" ", 1)[1] for detail in details] == ["ssd"]
@@ -398,7 +398,7 @@ def delays_in_any_order(x):
     return torch.cat([torch.stack(out, 1), y4[:, None]], 1)
 
 
-@pytest.mark.parametrize("training", [False, True])
+@one_in(2, "training", [True, False])
 def test_what_only_keeps_an_earlier_value_is_not_computed(training, monkeypatch):
     seen, whole = [], systems.with_copies
 
@@ -445,7 +445,7 @@ def test_a_maximum_hands_no_gradient_to_what_it_does_not_take(steps):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-@pytest.mark.parametrize("training", [False, True])
+@one_in(2, "training", [True, False])
 def test_a_derivative_that_the_code_takes_itself(training):
     """An operator brings its own gradient, which is none that a graph can take; and wrapped tensors have no storage."""
 
