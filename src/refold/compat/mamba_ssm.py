@@ -19,11 +19,13 @@ from refold.compat.causal_conv1d import causal_conv1d_fn, check_index, into, tim
 from refold.compat.checks import positive, states_dtype
 from refold.compat.documents import Documents
 from refold.compat.norms import RMSNorm, RMSNormGated, layer_norm_fn, rms_norm_fn, rmsnorm_fn
-from refold.compat.slots import Slots
+from refold.compat.slots import step_, steps_
 from refold.errors import ArgumentError, DtypeError, ShapeError
 from refold.ops.gated_rmsnorm.spec import EPS
+from refold.ops.selective_scan.spec import STEP as SELECTIVE_SCAN_STEP
 from refold.ops.spec import check_cu_seqlens_values
 from refold.ops.ssd.spec import DT_LIMIT
+from refold.ops.ssd.spec import STEP as SSD_STEP
 
 __all__ = [
     "RMSNorm",
@@ -358,6 +360,8 @@ def selective_state_update(
     dst_state_batch_indices: Tensor | None = None,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Take one token of a Mamba-1 or Mamba-2 layer, or a few, in; ``state`` is overwritten.
 
@@ -381,6 +385,10 @@ def selective_state_update(
             package.)
         pad_slot_id: A slot that means padding, too. (Not in the package.)
         out: Where to write the result, like ``x``. (Not in the package.)
+        num_accepted_tokens: ``(k,)``: each of k sequences goes on from its slot of the last accepted token, and the
+            state after its token i goes to its slot i; slots are ``(k, m)``. Needs ``out``. (Not in the package.)
+        cu_seqlens: ``(k + 1,)``, offsets of the sequences' tokens along the first axis of ``x``. Needs ``out``, of
+            which tokens after the last sequence are left as they are. (Not in the package.)
 
     Returns:
         ``out``, like ``x``.
@@ -410,36 +418,34 @@ def selective_state_update(
     if heads and rank == 2:
         B, C = B.unsqueeze(-2), C.unsqueeze(-2)
     tied = heads and _same(A, -1) and _same(A, -2) and _same(dt, -1) and (dt_bias is None or _same(dt_bias, -1))
-
-    def step(rows: Tensor) -> Tensor:
-        if tied:
-            return ops.ssd_step_(
-                x, dt[..., 0], A[:, 0, 0], B, C, rows, D=D, z=z, dt_bias=None if dt_bias is None else dt_bias[:, 0],
-                dt_softplus=dt_softplus, dt_limit=(-math.inf, math.inf),
-            )[0]  # fmt: skip
-        if not heads:
-            return ops.selective_scan_step_(
-                x, dt, A, B, C, rows, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus
-            )[0]  # fmt: skip
-        flat = rows.flatten(1, 2)  # of a state that cannot be seen so, a copy
-        y, _ = ops.selective_scan_step_(
-            x.flatten(-2), dt.flatten(-2), A.flatten(0, 1), B, C, flat, D=None if D is None else D.flatten(),
-            z=None if z is None else z.flatten(-2), dt_bias=None if dt_bias is None else dt_bias.flatten(),
-            dt_softplus=dt_softplus,
+    given: dict[str, Any] = {"x": x, "B": B, "C": C, "D": D, "z": z, "dt_softplus": dt_softplus, "state": state}
+    if tied:
+        bias = None if dt_bias is None else dt_bias[:, 0]
+        given |= {"dt": dt[..., 0], "A": A[:, 0, 0], "dt_bias": bias, "dt_limit": (-math.inf, math.inf)}
+    elif heads:
+        given |= {name: v if v is None else v.flatten(-2) for name, v in (("x", x), ("dt", dt), ("z", z))}
+        given |= {name: v if v is None else v.flatten(0, 1) for name, v in (("A", A), ("D", D), ("dt_bias", dt_bias))}
+        given["state"] = state.flatten(1, 2)  # of a state that cannot be seen so, a copy
+    else:
+        given |= {"dt": dt, "A": A, "dt_bias": dt_bias}
+    spec = SSD_STEP if tied else SELECTIVE_SCAN_STEP
+    place = None if out is None or not out.is_contiguous() else out.view(given["x"].shape)
+    if num_accepted_tokens is None and cu_seqlens is None:
+        indices = {"state_batch_indices": state_batch_indices, "dst_state_batch_indices": dst_state_batch_indices}
+        y = step_(op, spec, given, pad=pad_slot_id, out=place, **indices)
+    elif state_batch_indices is None or out is None:
+        raise ArgumentError(f"{op}: several tokens a sequence need state_batch_indices and out; got None.")
+    else:
+        place = out.reshape(given["x"].shape) if place is None else place
+        y = steps_(
+            op, spec, given, source=state_batch_indices, target=dst_state_batch_indices, accepted=num_accepted_tokens,
+            offsets=cu_seqlens, pad=pad_slot_id, out=place,
         )  # fmt: skip
-        if flat.data_ptr() != rows.data_ptr():
-            rows.copy_(flat.view_as(rows))
-        return y.view_as(x) if y.is_contiguous() else y.reshape(x.shape)
-
-    indices = {"state_batch_indices": state_batch_indices, "dst_state_batch_indices": dst_state_batch_indices}
-    slots = Slots.of(op, len(x), len(state), pad_slot_id, **indices)
-    if slots is None:
-        return into(op, out, step(state))
-
-    def on_slots(rows: Tensor) -> tuple[Tensor, Tensor]:
-        return step(rows), rows
-
-    return into(op, out, slots.update(state, on_slots))
+    if given["state"] is not state and given["state"].data_ptr() != state.data_ptr():
+        state.copy_(given["state"].view_as(state))
+    if out is not None and out.is_contiguous() and y is place:
+        return out
+    return into(op, out, y if y.shape == x.shape else y.reshape(x.shape))
 
 
 def _documents(op: str, x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Documents | None:

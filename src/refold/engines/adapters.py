@@ -7,7 +7,6 @@ A call with a feature that is not computed here raises `BackendUnsupported` befo
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from refold import ops
 from refold.compat import fla, mamba_ssm
-from refold.compat.slots import Slots, per_row
+from refold.compat.slots import Slots, step_
 from refold.errors import BackendUnsupported
+from refold.ops.delta_rule.spec import STEP as DELTA_RULE_STEP
 
 
 def chunk_scan_varlen(
@@ -252,49 +252,17 @@ def state_update(
     With ``num_accepted_tokens`` (k,), each of k sequences has several tokens (``cu_seqlens``); slots are ``(k, m)``.
     A sequence goes on from its slot of the last accepted token, and the state after its token i goes to its slot i.
     """
-    op = "state_update"
-    given: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
-    source, target = (None if i is None else i.view(len(i), -1) for i in (state_batch_indices, dst_state_batch_indices))
-    if num_accepted_tokens is None and cu_seqlens is None:
-        source, target = (None if i is None else i[: len(x), 0] for i in (source, target))
-        mamba_ssm.selective_state_update(
-            state, x, dt, A, B, C, **given, z=z, state_batch_indices=source, dst_state_batch_indices=target,
-            pad_slot_id=null_block_id, out=out,
-        )  # fmt: skip
-        return
-    if source is None or out is None:
-        raise BackendUnsupported(f"{op}: several tokens need state_batch_indices and out; got None.")
-    offsets = (torch.arange(len(x) + 1, device=x.device) if cu_seqlens is None else cu_seqlens).long()
-    count, length = len(offsets) - 1, offsets.diff()
-    source, target = source[:count], (source if target is None else target)[:count]
-    if num_accepted_tokens is None:  # only the state after the last token is written
-        longest, begin = len(x), source[:, 0]
-    else:
-        longest, begin = target.shape[1], source.gather(1, (num_accepted_tokens - 1).clamp(min=0).long()[:, None])[:, 0]
-    slots = Slots.of(op, count, len(state), null_block_id, source=begin)
-    assert slots is not None
-    rows, ys = slots.read(state).to(torch.promote_types(state.dtype, torch.float32)), []
-
-    def write(step: int, live: Tensor) -> None:
-        to = target[:, step]
-        valid = slots.valid & live & (to >= 0) & (to != null_block_id) & (to < len(state))
-        replace(slots, target=to.long(), valid=valid).write(state, rows)
-
-    for step in range(longest):
-        live, token = step < length, (offsets[:-1] + step).clamp(max=len(x) - 1)
-        x_t, dt_t, B_t, C_t = (_rows(v, token) for v in (x, dt, B, C))
-        z_t = None if z is None else _rows(z, token)
-        after = rows.clone()
-        ys.append(mamba_ssm.selective_state_update(after, x_t, dt_t, A, B_t, C_t, **given, z=z_t))
-        rows = torch.where(per_row(live, rows), after, rows)
-        if num_accepted_tokens is not None:
-            write(step, live)
-    if num_accepted_tokens is None:
-        write(0, length > 0)
-    place = torch.arange(len(x), device=x.device)
-    sequence = torch.searchsorted(offsets[1:], place, right=True)
-    y = torch.stack(ys, 1)[sequence.clamp(max=count - 1), (place - offsets[sequence]).clamp(0, longest - 1)]
-    out.copy_(torch.where(per_row(sequence < count, y), y, out))  # tokens behind the last sequence are padding
+    several = num_accepted_tokens is not None or cu_seqlens is not None
+    if several and (state_batch_indices is None or out is None):
+        raise BackendUnsupported("state_update: several tokens need state_batch_indices and out; got None.")
+    source, target = state_batch_indices, dst_state_batch_indices
+    if not several:  # rows of slots have one more axis, and rows of padding
+        source, target = (i if i is None else i[: len(x)].select(1, 0) if i.ndim == 2 else i[: len(x)]
+                          for i in (source, target))  # fmt: skip
+    mamba_ssm.selective_state_update(
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, source, dst_state_batch_indices=target,
+        pad_slot_id=null_block_id, out=out, num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
 
 
 def slot_update(
@@ -327,13 +295,6 @@ def slot_update(
     mamba_ssm.selective_state_update(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, pad_slot_id=pad_slot_id, out=out
     )
-
-
-def _rows(tokens: Tensor, index: Tensor) -> Tensor:
-    """Return rows; what is expanded along the last axis stays so, by which a step is known to be one per head."""
-    if tokens.stride(-1) == 0:
-        return tokens[..., 0].index_select(0, index)[..., None].expand(-1, *tokens.shape[1:])
-    return tokens.index_select(0, index)
 
 
 def gated_delta_prefill(
@@ -421,16 +382,9 @@ def gated_delta_decode(
     op, count = "gated_delta_decode", len(query_start_loc) - 1
     if q.shape[:2] != (1, count):
         raise BackendUnsupported(f"{op}: one token a sequence is computed; got q {tuple(q.shape)}, {count} sequences.")
-    slots = _held(op, query_start_loc, ssm_states, cache_indices)
-
-    def step(rows: Tensor) -> tuple[Tensor, Tensor]:
-        y, after = ops.delta_rule_step(
-            q[0], k[0], v[0], rows.mT, g=a, beta=b, A_log=A_log, dt_bias=dt_bias, normalize=True, beta_limit=1.0,
-            lower_bound=lower_bound,
-        )  # fmt: skip
-        return y, after.mT
-
-    return slots.update(ssm_states, step)[None]
+    given: dict[str, Any] = {"q": q[0], "k": k[0], "v": v[0], "state": ssm_states.mT, "g": a, "beta": b, "A_log": A_log}
+    given |= {"dt_bias": dt_bias, "normalize": True, "beta_limit": 1.0, "lower_bound": lower_bound}
+    return step_(op, DELTA_RULE_STEP, given, cache_indices=cache_indices)[None]
 
 
 def kimi_delta_extend(

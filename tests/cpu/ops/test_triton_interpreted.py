@@ -29,7 +29,7 @@ BAD = {"ssd": "all_t15", "selective_scan": "plain_t1", "linear_scan": "packed_em
 def test_contract_interpreted() -> None:
     """In a process of its own: Triton decides while it is imported whether kernels are interpreted."""
     names = ("test_contract.py", "test_extremes.py", "test_ssd_backward.py", "test_gluon_interpreted.py",
-             "test_ssd_hopper.py", "test_delta_hopper.py", "test_delta_backward.py")  # fmt: skip
+             "test_ssd_hopper.py", "test_delta_hopper.py", "test_delta_backward.py", "test_slots.py")  # fmt: skip
     files = [str(Path(__file__).with_name(name)) for name in names]
     cells = [("test_float32", op, case) for op in operators() for case in CASES.get(op, map(str, load(op).cases()))
              if absence(load(op), "triton") is None]  # fmt: skip

@@ -4,4 +4,5 @@ from refold.ops.delta_rule._triton_backward import delta_rule_backward as delta_
 from refold.ops.delta_rule._triton_forward import delta_rule as delta_rule
 from refold.ops.delta_rule._triton_forward import delta_rule_step as delta_rule_step
 from refold.ops.delta_rule._triton_forward import delta_rule_step_ as delta_rule_step_
+from refold.ops.delta_rule._triton_forward import delta_rule_step_slots as delta_rule_step_slots
 from refold.ops.delta_rule._triton_forward import supports as supports

@@ -24,6 +24,7 @@ from refold.ops.torch.launch import (
     same_dtype,
 )
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
+from refold.ops.torch.slots import Places, in_slots, on_slots
 from refold.ops.torch.tables import device_limits, lookup
 
 MAX_KEYS = 256
@@ -289,16 +290,15 @@ def _fits_copy_engine(tensor: torch.Tensor) -> bool:
 
 def _plan_step(
     *, q, k, v, state, g, beta, r, A_log, dt_bias, scale, normalize, lower_bound, beta_limit, erase,
-    new_strides: tuple[int, ...],
+    new_strides: tuple[int, ...], out: torch.Tensor | None = None, **slots: Any,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
-    """Return a function of the arrays and the new state, which may be the state, that returns y."""
-    batch, nheads, nkeys, nvalues = state.shape
-    one = v.dim() == 3
+    """Return a function of the arrays, the new state, which may be the state, places and out, that returns y."""
+    slot_count, nheads, nkeys, nvalues = state.shape
+    one, places, new_y = v.dim() == 3, Places(**slots), fresh_like(v)
+    batch = places.count(len(v))
 
-    def of(tensor: torch.Tensor | None) -> tuple[int, ...]:
-        if tensor is None:
-            return 0, 0, 0
-        return tensor.stride(0), 0 if one else tensor.stride(1), tensor.stride(1 if one else 2)
+    def of(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+        return places.strides(tensor, one)
 
     keyed = g is not None and g.dim() == v.dim()
     block_n = triton.next_power_of_2(nkeys)
@@ -310,6 +310,7 @@ def _plan_step(
         1 if one else v.shape[1], nheads, q.shape[-2], nkeys, nvalues, nkeys**-0.5 if scale is None else scale,
         float(lower_bound or 0.0), float(beta_limit or 0.0), *of(q), *of(k), *of(r), *of(v), *of(g),
         g.stride(-1) if keyed else 0, *of(beta), *bias, *state.stride(), *new_strides,
+        *of(new_y() if out is None else out), *places.ints(len(v), slot_count),
     )  # fmt: skip
     launch = Launch(
         kernels._delta_step_kernel, (triton.cdiv(nvalues, block_p), nheads, batch),
@@ -317,11 +318,12 @@ def _plan_step(
          "BETA": strength_kind(beta, beta_limit), "NORMALIZE": normalize, "ERASE": erase, "KEYED": keyed},
         {"num_warps": table[f"{few}warps"]},
     )  # fmt: skip
-    new_y = fresh_like(v)
 
-    def run(q, k, v, state, g, beta, r, A_log, dt_bias, new_state):
-        y = new_y()
-        launch(current_stream(v.device), q, k, r, v, g, beta, A_log, dt_bias, state, new_state, y, *ints)
+    def run(q, k, v, state, g, beta, r, A_log, dt_bias, new_state, source=None, target=None, accepted=None,
+            offsets=None, out=None):  # fmt: skip
+        y = new_y() if out is None else out
+        launch(current_stream(v.device), q, k, r, v, g, beta, A_log, dt_bias, state, new_state, y, source, target,
+               accepted, offsets, *ints)  # fmt: skip
         return y
 
     return run
@@ -350,3 +352,9 @@ def delta_rule_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
     """Plan `refold.ops.delta_rule_step_`: the state is overwritten where it lies, and the outputs are returned."""
     step = _plan_step(**arguments, new_strides=arguments["state"].stride())
     return lambda q, k, v, state, *rest: step(q, k, v, state, *rest, state)
+
+
+@planned(on_slots(STEP), **_step_layouts)
+def delta_rule_step_slots(**arguments: Any) -> Callable[..., torch.Tensor]:
+    """Plan `refold.ops.delta_rule_step_` on slots (`refold.ops.torch.slots.Places`)."""
+    return in_slots(STEP, _plan_step(**arguments, new_strides=arguments["state"].stride()))

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from refold.ops.torch import launch
 from refold.ops.triton.math import LOG2E, dot, exp2, sequence, sigmoid, softplus
+from refold.ops.triton.slots import place, place_of_token, spread
 
 FLOOR = tl.constexpr(-110.0)  # e^-110 is zero in float32: a log decay below it, -inf too, is the same as this
 NORM_EPS = tl.constexpr(1e-6)
@@ -589,18 +590,20 @@ def _delta_pass_kernel(
 @triton.jit
 def _delta_step_kernel(
     q_ptr, k_ptr, r_ptr, v_ptr, g_ptr, beta_ptr, A_ptr, bias_ptr, state_ptr, new_ptr, y_ptr,
+    source_ptr, target_ptr, accepted_ptr, offsets_ptr,
     ntokens, nheads, ngroups, nkeys, nvalues, scale, lower, beta_limit,
     stride_q_b, stride_q_t, stride_q_g, stride_k_b, stride_k_t, stride_k_g, stride_r_b, stride_r_t, stride_r_h,
     stride_v_b, stride_v_t, stride_v_h, stride_g_b, stride_g_t, stride_g_h, stride_g_n, stride_beta_b, stride_beta_t,
     stride_beta_h, stride_bias_h, stride_bias_n, stride_s_b, stride_s_h, stride_s_n, stride_s_p,
-    stride_n_b, stride_n_h, stride_n_n, stride_n_p,
+    stride_n_b, stride_n_h, stride_n_n, stride_n_p, stride_y_b, stride_y_t, stride_y_h,
+    rows, slots, pad, columns, kept, stride_source_k, stride_source_m, stride_target_k, stride_target_m,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, NORMALIZE: tl.constexpr,
     ERASE: tl.constexpr, KEYED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of values, heads, batch): a program owns BLOCK_P values of one head's state, for all tokens.
+    """Grid (blocks of values, heads, sequences): a program owns BLOCK_P values of one head's state, for all tokens.
 
     Reads and writes its part of the state once. Both what the key and what the query read come from the decayed state:
-    y = qᵀ S + (q·k) u. Float32.
+    y = qᵀ S + (q·k) u. Float32. Slots as in the step of `ssd`.
     """
     offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_n = tl.arange(0, BLOCK_N)
@@ -610,16 +613,28 @@ def _delta_step_kernel(
     mask_n = offs_n < nkeys
     mask_p = offs_p < nvalues
     mask = mask_n[:, None] & mask_p[None, :]
-    state_at = pid_b * stride_s_b + pid_h.to(tl.int64) * stride_s_h
+    row, read, write = pid_b, pid_b, pid_b
+    if target_ptr is not None:
+        read, write, valid, nothing = place(source_ptr, target_ptr, accepted_ptr, pid_b, slots, pad, columns,
+                                            stride_source_k, stride_source_m, stride_target_k)  # fmt: skip
+        if offsets_ptr is not None:
+            begin, end = sequence(offsets_ptr, pid_b, True, rows)
+            row = begin.to(tl.int64)
+            ntokens = end - begin
+            valid &= end > begin
+        mask = spread(valid, mask)
+    state_at = read * stride_s_b + pid_h.to(tl.int64) * stride_s_h
     at = offs_n[:, None].to(tl.int64) * stride_s_n + offs_p[None, :].to(tl.int64) * stride_s_p
     state = tl.load(state_ptr + state_at + at, mask=mask, other=0.0).to(tl.float32)
+    new_at = pid_h.to(tl.int64) * stride_n_h
+    new_at += offs_n[:, None].to(tl.int64) * stride_n_n + offs_p[None, :].to(tl.int64) * stride_n_p
     A = 0.0
     if A_ptr is not None:
         A = tl.load(A_ptr + pid_h).to(tl.float32)
     for t in range(ntokens):
-        q = tl.load(q_ptr + pid_b * stride_q_b + t * stride_q_t + pid_g * stride_q_g + offs_n, mask=mask_n, other=0.0)
-        k = tl.load(k_ptr + pid_b * stride_k_b + t * stride_k_t + pid_g * stride_k_g + offs_n, mask=mask_n, other=0.0)
-        v = tl.load(v_ptr + pid_b * stride_v_b + t * stride_v_t + pid_h * stride_v_h + offs_p, mask=mask_p, other=0.0)
+        q = tl.load(q_ptr + row * stride_q_b + t * stride_q_t + pid_g * stride_q_g + offs_n, mask=mask_n, other=0.0)
+        k = tl.load(k_ptr + row * stride_k_b + t * stride_k_t + pid_g * stride_k_g + offs_n, mask=mask_n, other=0.0)
+        v = tl.load(v_ptr + row * stride_v_b + t * stride_v_t + pid_h * stride_v_h + offs_p, mask=mask_p, other=0.0)
         q = q.to(tl.float32)
         k = k.to(tl.float32)
         if NORMALIZE:
@@ -627,7 +642,7 @@ def _delta_step_kernel(
             k *= 1.0 / tl.sqrt(tl.sum(k * k, axis=0) + NORM_EPS)
         q *= scale
         if g_ptr is not None:
-            g_row = g_ptr + pid_b * stride_g_b + t * stride_g_t + pid_h * stride_g_h
+            g_row = g_ptr + row * stride_g_b + t * stride_g_t + pid_h * stride_g_h
             if KEYED:
                 bias = offs_n * 0.0
                 if bias_ptr is not None:
@@ -642,21 +657,29 @@ def _delta_step_kernel(
                 state *= tl.exp(_log_decay(tl.load(g_row), A, bias, lower, GATE))
         beta = 1.0
         if BETA != "one":
-            beta = tl.load(beta_ptr + pid_b * stride_beta_b + t * stride_beta_t + pid_h * stride_beta_h).to(tl.float32)
+            beta = tl.load(beta_ptr + row * stride_beta_b + t * stride_beta_t + pid_h * stride_beta_h).to(tl.float32)
             if BETA == "sigmoid":
                 beta = beta_limit * _share(beta)
         u = v.to(tl.float32)
         if ERASE:
             r = k
             if r_ptr is not None:
-                r_row = r_ptr + pid_b * stride_r_b + t * stride_r_t + pid_h * stride_r_h
+                r_row = r_ptr + row * stride_r_b + t * stride_r_t + pid_h * stride_r_h
                 r = tl.load(r_row + offs_n, mask=mask_n, other=0.0).to(tl.float32)
             u -= tl.sum(state * r[:, None], axis=0)
         u *= beta
         y = tl.sum(state * q[:, None], axis=0) + tl.sum(q * k, axis=0) * u
         state += k[:, None] * u[None, :]
-        y_row = y_ptr + ((pid_b * ntokens + t) * nheads + pid_h) * nvalues
+        if target_ptr is not None:
+            y = tl.where(valid, y, nothing)
+        y_row = y_ptr + row * stride_y_b + t * stride_y_t + pid_h * stride_y_h
         tl.store(y_row + offs_p, y.to(y_ptr.dtype.element_ty), mask=mask_p)
-    new_at = pid_b * stride_n_b + pid_h.to(tl.int64) * stride_n_h
-    at = offs_n[:, None].to(tl.int64) * stride_n_n + offs_p[None, :].to(tl.int64) * stride_n_p
-    tl.store(new_ptr + new_at + at, state.to(new_ptr.dtype.element_ty), mask=mask)
+        if accepted_ptr is not None:
+            slot, own = place_of_token(target_ptr, pid_b, t, slots, pad, kept, stride_target_k, stride_target_m)
+            tl.store(
+                new_ptr + slot * stride_n_b + new_at,
+                state.to(new_ptr.dtype.element_ty),
+                mask=spread(own, mask),
+            )
+    if accepted_ptr is None:
+        tl.store(new_ptr + write * stride_n_b + new_at, state.to(new_ptr.dtype.element_ty), mask=mask)

@@ -15,6 +15,7 @@ from refold.ops.selective_scan.tables import FORWARD, FORWARD_LANES
 from refold.ops.spec import Meta
 from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, planned, refusal
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
+from refold.ops.torch.slots import Places, in_slots, on_slots
 from refold.ops.torch.tables import device_limits, lookup
 
 
@@ -143,21 +144,19 @@ def _plain_sizes(
 def _plan_step(
     *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, decay: torch.Tensor | None,
-    dt_softplus: bool,
+    dt_softplus: bool, out: torch.Tensor | None = None, **slots: Any,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
-    """Return a function of the arrays and the new state, which may be the state, that returns y."""
-    batch, channels, dstate = state.shape
-    one = x.dim() == 2
+    """Return a function of the arrays, the new state, which may be the state, places and out, that returns y."""
+    slot_count, channels, dstate = state.shape
+    one, places, new_y = x.dim() == 2, Places(**slots), fresh_like(x)
 
-    def strides(tensor: torch.Tensor | None) -> tuple[int, int]:
-        if tensor is None:
-            return 0, 0
-        return tensor.stride(0), 0 if one else tensor.stride(1)
+    def strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
+        return places.strides(tensor, one)[:2]
 
     def groups(tensor: torch.Tensor) -> int:
         return tensor.shape[-2] if tensor.dim() == (3 if one else 4) else 1
 
-    def projection(tensor: torch.Tensor) -> tuple[int, int, int]:
+    def projection(tensor: torch.Tensor) -> tuple[int, ...]:
         return (*strides(tensor), tensor.stride(-2) if groups(tensor) > 1 else 0)
 
     ngroups = max(groups(B), groups(C))
@@ -166,25 +165,27 @@ def _plan_step(
     ints = (
         1 if one else x.shape[1], channels, dstate, channels // ngroups, *strides(x), *strides(dt),
         *projection(B), *projection(C), *strides(z), *strides(decay),
+        *strides(new_y() if out is None else out), *state.stride(), *places.ints(len(x), slot_count),
     )  # fmt: skip
     consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
-    grid = (triton.cdiv(channels, block_d), batch)
+    grid = (triton.cdiv(channels, block_d), places.count(len(x)))
     launch = Launch(kernels._selective_scan_step_kernel, grid, consts, {"num_warps": 4})
 
-    new_y = fresh_like(x)
-
-    def run(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state):
-        y = new_y()
-        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, decay, state, new_state, y, *ints)
+    def run(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state, source=None, target=None, accepted=None,
+            offsets=None, out=None):  # fmt: skip
+        y = new_y() if out is None else out
+        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, decay, state, new_state, y, source, target,
+               accepted, offsets, *ints)  # fmt: skip
         return y
 
     return run
 
 
-_step_layouts: dict[str, Any] = {
+_slot_layouts: dict[str, Any] = {
     "x": last_contiguous, "dt": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous,
-    "state": contiguous, "D": contiguous, "z": last_contiguous, "dt_bias": contiguous, "decay": last_contiguous,
+    "D": contiguous, "z": last_contiguous, "dt_bias": contiguous, "decay": last_contiguous,
 }  # fmt: skip
+_step_layouts: dict[str, Any] = {**_slot_layouts, "state": contiguous}
 
 
 @planned(STEP, **_step_layouts)
@@ -205,3 +206,9 @@ def selective_scan_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
     """Plan `refold.ops.selective_scan_step_`: the state, contiguous, is overwritten and the outputs are returned."""
     step = _plan_step(**arguments)
     return lambda x, dt, A, B, C, state, D, z, dt_bias, decay: step(x, dt, A, B, C, state, D, z, dt_bias, decay, state)
+
+
+@planned(on_slots(STEP), **_slot_layouts)
+def selective_scan_step_slots(**arguments: Any) -> Callable[..., torch.Tensor]:
+    """Plan `refold.ops.selective_scan_step_` on slots (`refold.ops.torch.slots.Places`)."""
+    return in_slots(STEP, _plan_step(**arguments))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.triton.math import LOG2E, clip, exp2, silu, softplus
+from refold.ops.triton.math import LOG2E, clip, exp2, sequence, silu, softplus
+from refold.ops.triton.slots import place, place_of_token, spread
 
 
 @triton.jit
@@ -132,46 +133,69 @@ def _selective_scan_fwd_kernel(
 @triton.jit
 def _selective_scan_step_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, decay_ptr, state_ptr, new_state_ptr, y_ptr,
+    source_ptr, target_ptr, accepted_ptr, offsets_ptr,
     ntokens, channels, dstate, group_channels,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
+    stride_y_b, stride_y_t, stride_s_b, stride_s_d, stride_s_n,
+    rows, slots, pad, columns, kept, stride_source_k, stride_source_m, stride_target_k, stride_target_m,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of channels, batch): a program owns BLOCK_D channels and all their states, for all tokens.
+    """Grid (blocks of channels, sequences): a program owns BLOCK_D channels and all their states, for all tokens.
 
-    Reads and writes its part of the state once; arithmetic is float32 and outputs use the unrounded state.
+    Reads and writes its part of the state once; arithmetic is float32 and outputs use the unrounded state. Slots
+    as in the step of `ssd`.
     """
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
     pid_b = tl.program_id(1).to(tl.int64)
     mask_d = offs_d < channels
     mask = mask_d[:, None] & (offs_n < dstate)[None, :]
-    offs_state = offs_d[:, None] * dstate + offs_n[None, :]
+    offs_A = offs_d[:, None] * dstate + offs_n[None, :]
+    offs_state = offs_d[:, None] * stride_s_d + offs_n[None, :] * stride_s_n
     groups = offs_d // group_channels
-    A = tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32) * LOG2E
-    state = tl.load(state_ptr + pid_b * channels * dstate + offs_state, mask=mask, other=0.0).to(tl.float32)
+    A = tl.load(A_ptr + offs_A, mask=mask, other=0.0).to(tl.float32) * LOG2E
+    row, read, write, mask_s = pid_b, pid_b, pid_b, mask
+    if target_ptr is not None:
+        read, write, valid, nothing = place(source_ptr, target_ptr, accepted_ptr, pid_b, slots, pad, columns,
+                                            stride_source_k, stride_source_m, stride_target_k)  # fmt: skip
+        if offsets_ptr is not None:
+            begin, end = sequence(offsets_ptr, pid_b, True, rows)
+            row = begin.to(tl.int64)
+            ntokens = end - begin
+            valid &= end > begin
+        mask_s = spread(valid, mask)
+    state = tl.load(state_ptr + read * stride_s_b + offs_state, mask=mask_s, other=0.0).to(tl.float32)
     for t in range(ntokens):
-        x = tl.load(x_ptr + pid_b * stride_x_b + t * stride_x_t + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        step = tl.load(dt_ptr + pid_b * stride_dt_b + t * stride_dt_t + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * stride_x_b + t * stride_x_t + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        step = tl.load(dt_ptr + row * stride_dt_b + t * stride_dt_t + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         if dt_bias_ptr is not None:
             step += tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         if SOFTPLUS:
             step = softplus(step)
-        B_row = B_ptr + pid_b * stride_B_b + t * stride_B_t + groups[:, None] * stride_B_g
-        C_row = C_ptr + pid_b * stride_C_b + t * stride_C_t + groups[:, None] * stride_C_g
+        B_row = B_ptr + row * stride_B_b + t * stride_B_t + groups[:, None] * stride_B_g
+        C_row = C_ptr + row * stride_C_b + t * stride_C_t + groups[:, None] * stride_C_g
         B = tl.load(B_row + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         C = tl.load(C_row + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         factor = exp2(step[:, None] * A)
         if decay_ptr is not None:
-            decay_row = decay_ptr + pid_b * stride_decay_b + t * stride_decay_t
+            decay_row = decay_ptr + row * stride_decay_b + t * stride_decay_t
             factor *= tl.load(decay_row + offs_d, mask=mask_d, other=0.0).to(tl.float32)[:, None]
         state = state * factor + (x * step)[:, None] * B
         y = tl.sum(state * C, axis=1)
         if D_ptr is not None:
             y += tl.load(D_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) * x
         if z_ptr is not None:
-            z_row = z_ptr + pid_b * stride_z_b + t * stride_z_t
+            z_row = z_ptr + row * stride_z_b + t * stride_z_t
             y *= silu(tl.load(z_row + offs_d, mask=mask_d, other=0.0).to(tl.float32))
-        tl.store(y_ptr + (pid_b * ntokens + t) * channels + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
-    tl.store(new_state_ptr + pid_b * channels * dstate + offs_state,
-             state.to(new_state_ptr.dtype.element_ty), mask=mask)  # fmt: skip
+        if target_ptr is not None:
+            y = tl.where(valid, y, nothing)
+        y_row = y_ptr + row * stride_y_b + t * stride_y_t
+        tl.store(y_row + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
+        if accepted_ptr is not None:
+            slot, own = place_of_token(target_ptr, pid_b, t, slots, pad, kept, stride_target_k, stride_target_m)
+            tl.store(new_state_ptr + slot * stride_s_b + offs_state, state.to(new_state_ptr.dtype.element_ty),
+                     mask=spread(own, mask_s))  # fmt: skip
+    if accepted_ptr is None:
+        tl.store(new_state_ptr + write * stride_s_b + offs_state, state.to(new_state_ptr.dtype.element_ty),
+                 mask=mask_s)  # fmt: skip

@@ -17,6 +17,7 @@ from refold.ops.spec import Meta
 from refold.ops.ssd import _triton_kernels as kernels
 from refold.ops.ssd.spec import SPEC, STEP
 from refold.ops.ssd.tables import FORWARD
+from refold.ops.ssd.tables import STEP as STEP_TABLE
 from refold.ops.torch.launch import (
     INTERPRETED,
     Launch,
@@ -28,6 +29,7 @@ from refold.ops.torch.launch import (
     same_dtype,
 )
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
+from refold.ops.torch.slots import Places, in_slots, on_slots
 from refold.ops.torch.tables import device_limits, family, lookup
 
 HOPPER = ("refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch")
@@ -370,44 +372,44 @@ class _Plan:
 def _plan_step(
     *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool,
-    dt_limit: tuple[float, float],
+    dt_limit: tuple[float, float], out: torch.Tensor | None = None, **slots: Any,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
-    """Return a function of the arrays and the new state, which may be the state, that returns y."""
-    batch, nheads, headdim, dstate = state.shape
-    one = x.dim() == 3
-    ntokens = 1 if one else x.shape[1]
+    """Return a function of the arrays, the new state, which may be the state, places and out, that returns y."""
+    slot_count, nheads, headdim, dstate = state.shape
+    one, places, new_y = x.dim() == 3, Places(**slots), fresh_like(x)
 
     def strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
-        if tensor is None:
-            return 0, 0, 0
-        return (tensor.stride(0), 0 if one else tensor.stride(1), tensor.stride(1 if one else 2))
+        return places.strides(tensor, one)
 
     block_n = triton.next_power_of_2(dstate)
-    block_p = min(triton.next_power_of_2(headdim), max(1, 4096 // block_n))
+    table = lookup(STEP_TABLE, x.device, x.dtype)
+    block_p = min(triton.next_power_of_2(headdim), max(1, table["tile"] // block_n))
     D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
     ints = (
-        ntokens, nheads, B.shape[-2], headdim, dstate, float(dt_limit[0]), float(dt_limit[1]), *strides(x),
-        *strides(dt), *strides(B), *strides(C), *strides(z), *D_strides,
+        1 if one else x.shape[1], nheads, B.shape[-2], headdim, dstate, float(dt_limit[0]), float(dt_limit[1]),
+        *strides(x), *strides(dt), *strides(B), *strides(C), *strides(z), *D_strides,
+        *strides(new_y() if out is None else out), *state.stride(), *places.ints(len(x), slot_count),
     )  # fmt: skip
     launch = Launch(
-        kernels._ssd_step_kernel, (triton.cdiv(headdim, block_p), nheads, batch),
-        {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": 4},
+        kernels._ssd_step_kernel, (triton.cdiv(headdim, block_p), nheads, places.count(len(x))),
+        {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": table["warps"]},
     )  # fmt: skip
 
-    new_y = fresh_like(x)
-
-    def run(x, dt, A, B, C, state, D, z, dt_bias, new_state):
-        y = new_y()
-        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
+    def run(x, dt, A, B, C, state, D, z, dt_bias, new_state, source=None, target=None, accepted=None, offsets=None,
+            out=None):  # fmt: skip
+        y = new_y() if out is None else out
+        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, source, target, accepted,
+               offsets, *ints)  # fmt: skip
         return y
 
     return run
 
 
-_step_layouts: dict[str, Any] = {
-    "x": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous, "state": contiguous,
-    "z": last_contiguous, "dt_bias": contiguous,
+_slot_layouts: dict[str, Any] = {
+    "x": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous, "z": last_contiguous,
+    "dt_bias": contiguous,
 }  # fmt: skip
+_step_layouts: dict[str, Any] = {**_slot_layouts, "state": contiguous}
 
 
 @planned(STEP, **_step_layouts)
@@ -428,3 +430,9 @@ def ssd_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
     """Plan `refold.ops.ssd_step_`: the state, contiguous, is overwritten and the outputs are returned."""
     step = _plan_step(**arguments)
     return lambda x, dt, A, B, C, state, D, z, dt_bias: step(x, dt, A, B, C, state, D, z, dt_bias, state)
+
+
+@planned(on_slots(STEP), **_slot_layouts)
+def ssd_step_slots(**arguments: Any) -> Callable[..., torch.Tensor]:
+    """Plan `refold.ops.ssd_step_` on slots (`refold.ops.torch.slots.Places`)."""
+    return in_slots(STEP, _plan_step(**arguments))

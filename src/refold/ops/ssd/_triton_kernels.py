@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from refold.ops.triton.math import LOG2E, clip, dot, exp2, let_next_start, sequence, silu, softplus
+from refold.ops.triton.slots import place, place_of_token, spread
 
 FIRST = tl.constexpr(1)  # flag of a chunk: its sequence begins here
 LAST = tl.constexpr(2)  # flag of a chunk: its sequence ends here
@@ -364,15 +365,19 @@ def _ssd_fwd_scan_kernel(
 @triton.jit
 def _ssd_step_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, new_state_ptr, y_ptr,
+    source_ptr, target_ptr, accepted_ptr, offsets_ptr,
     ntokens, nheads, ngroups, headdim, dstate, dt_min, dt_max,
     stride_x_b, stride_x_t, stride_x_h, stride_dt_b, stride_dt_t, stride_dt_h,
     stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
-    stride_z_b, stride_z_t, stride_z_h, stride_D_h, stride_D_p,
+    stride_z_b, stride_z_t, stride_z_h, stride_D_h, stride_D_p, stride_y_b, stride_y_t, stride_y_h,
+    stride_s_b, stride_s_h, stride_s_p, stride_s_n, rows, slots, pad, columns, kept,
+    stride_source_k, stride_source_m, stride_target_k, stride_target_m,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of head channels, heads, batch): a program owns BLOCK_P channels of one head, for all tokens.
+    """Grid (blocks of head channels, heads, sequences): a program owns BLOCK_P channels of one head, for all tokens.
 
-    Reads and writes its part of the state once; arithmetic is float32 and outputs use the unrounded state.
+    Reads and writes its part of the state once; arithmetic is float32 and outputs use the unrounded state. With a
+    target, states lie in slots; where tokens may be accepted one by one, the state after each is written.
     """
     offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_n = tl.arange(0, BLOCK_N)
@@ -382,27 +387,45 @@ def _ssd_step_kernel(
     mask_p = offs_p < headdim
     mask_n = offs_n < dstate
     mask = mask_p[:, None] & mask_n[None, :]
-    offs_state = ((pid_b * nheads + pid_h) * headdim + offs_p[:, None]) * dstate + offs_n[None, :]
-    state = tl.load(state_ptr + offs_state, mask=mask, other=0.0).to(tl.float32)
+    offs_state = pid_h * stride_s_h + offs_p[:, None] * stride_s_p + offs_n[None, :] * stride_s_n
+    row, read, write = pid_b, pid_b, pid_b
+    if target_ptr is not None:
+        read, write, valid, nothing = place(source_ptr, target_ptr, accepted_ptr, pid_b, slots, pad, columns,
+                                            stride_source_k, stride_source_m, stride_target_k)  # fmt: skip
+        if offsets_ptr is not None:
+            begin, end = sequence(offsets_ptr, pid_b, True, rows)
+            row = begin.to(tl.int64)
+            ntokens = end - begin
+            valid &= end > begin
+        mask = spread(valid, mask)
+    state = tl.load(state_ptr + read * stride_s_b + offs_state, mask=mask, other=0.0).to(tl.float32)
     A = tl.load(A_ptr + pid_h).to(tl.float32) * LOG2E
     for t in range(ntokens):
-        step = tl.load(dt_ptr + pid_b * stride_dt_b + t * stride_dt_t + pid_h * stride_dt_h).to(tl.float32)
+        step = tl.load(dt_ptr + row * stride_dt_b + t * stride_dt_t + pid_h * stride_dt_h).to(tl.float32)
         if dt_bias_ptr is not None:
             step += tl.load(dt_bias_ptr + pid_h).to(tl.float32)
         if SOFTPLUS:
             step = softplus(step)
         step = clip(step, dt_min, dt_max)
-        x_row = x_ptr + pid_b * stride_x_b + t * stride_x_t + pid_h * stride_x_h
+        x_row = x_ptr + row * stride_x_b + t * stride_x_t + pid_h * stride_x_h
         x = tl.load(x_row + offs_p, mask=mask_p, other=0.0).to(tl.float32)
-        B = tl.load(B_ptr + pid_b * stride_B_b + t * stride_B_t + pid_g * stride_B_g + offs_n, mask=mask_n, other=0.0)
-        C = tl.load(C_ptr + pid_b * stride_C_b + t * stride_C_t + pid_g * stride_C_g + offs_n, mask=mask_n, other=0.0)
+        B = tl.load(B_ptr + row * stride_B_b + t * stride_B_t + pid_g * stride_B_g + offs_n, mask=mask_n, other=0.0)
+        C = tl.load(C_ptr + row * stride_C_b + t * stride_C_t + pid_g * stride_C_g + offs_n, mask=mask_n, other=0.0)
         state = state * exp2(step * A) + (x * step)[:, None] * B.to(tl.float32)[None, :]
         y = tl.sum(state * C.to(tl.float32)[None, :], axis=1)
         if D_ptr is not None:
             y += tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0).to(tl.float32) * x
         if z_ptr is not None:
-            z_row = z_ptr + pid_b * stride_z_b + t * stride_z_t + pid_h * stride_z_h
+            z_row = z_ptr + row * stride_z_b + t * stride_z_t + pid_h * stride_z_h
             y *= silu(tl.load(z_row + offs_p, mask=mask_p, other=0.0).to(tl.float32))
-        y_row = y_ptr + ((pid_b * ntokens + t) * nheads + pid_h) * headdim
+        if target_ptr is not None:
+            y = tl.where(valid, y, nothing)
+        y_row = y_ptr + row * stride_y_b + t * stride_y_t + pid_h * stride_y_h
         tl.store(y_row + offs_p, y.to(y_ptr.dtype.element_ty), mask=mask_p)
-    tl.store(new_state_ptr + offs_state, state.to(new_state_ptr.dtype.element_ty), mask=mask)
+        if accepted_ptr is not None:
+            slot, own = place_of_token(target_ptr, pid_b, t, slots, pad, kept, stride_target_k, stride_target_m)
+            tl.store(new_state_ptr + slot * stride_s_b + offs_state, state.to(new_state_ptr.dtype.element_ty),
+                     mask=spread(own, mask))  # fmt: skip
+    if accepted_ptr is None:
+        tl.store(new_state_ptr + write * stride_s_b + offs_state, state.to(new_state_ptr.dtype.element_ty),
+                 mask=mask)  # fmt: skip

@@ -28,3 +28,6 @@ BACKWARD = Table(
 """Keys: as of the forward; block_n (states per program), memory and most_memory (MiB that the states of a block of
 heads may take, and may take where fewer heads would not fill the device), slots of the walks over heads, and of the
 kernels in Gluon the stages, the states per program and, of the first one, the registers per thread."""
+
+STEP = Table({"tile": 4096, "warps": 4})
+"""Keys: tile (state elements per program) and warps."""

@@ -114,10 +114,10 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
     options = runner.spec.plain_options(options)
     if not watched:
         _check_options(runner.spec, options)
-        if _plain(arrays, options):
+        if is_plain(arrays, options):
             return runner(arrays, options, backend)
     if runner.in_place:
-        _refuse_gradients(name, arrays)
+        refuse_gradients(name, arrays)
         if not torch.compiler.is_compiling():  # a graph writes to what it made itself, or to what it was given
             _refuse_negated(runner.spec, arrays)
     _refuse_tangents(name, arrays)
@@ -158,14 +158,14 @@ def _check_options(spec: OpSpec, options: Sequence[Any]) -> None:
             raise ArgumentError(f"{spec.name}: {option.name} must be {expected}; got {value!r}.")
 
 
-def _plain(arrays: Sequence[Tensor | None], options: Sequence[Any]) -> bool:
+def is_plain(arrays: Sequence[Tensor | None], options: Sequence[Any]) -> bool:
     """Whether a call has nothing that only the dispatcher treats: subclasses, signs not yet applied, no memory."""
     if not (_PLAIN_TENSORS.issuperset(map(type, arrays)) and _PLAIN_OPTIONS.issuperset(map(type, options))):
         return False
     return not any(a is not None and (a.is_neg() or a.is_meta or private.has_no_memory(a)) for a in arrays)
 
 
-def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
+def signature_of(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
     """Return all that checks, the choice of a backend and its plans may depend on."""
     return (
         *[a if a is None else (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16) for a in arrays],
@@ -235,7 +235,7 @@ class _Runner:
 
     def __call__(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Any:
         """Return the results of a plain call."""
-        signature = _signature(arrays, options, backend)
+        signature = signature_of(arrays, options, backend)
         device = arrays[0].device.type  # type: ignore[union-attr]
         cast = torch.is_autocast_enabled(device)
         known = self.known.get((cast, signature))
@@ -256,14 +256,14 @@ class _Runner:
         if not (requires_grad and torch.is_grad_enabled()):
             return run(*arrays)
         if self.differentiable is None:
-            _refuse_gradients(f"{self.spec.name}_", arrays)
+            refuse_gradients(f"{self.spec.name}_", arrays)
         return self.differentiable.apply(*arrays, *options, backend, run)
 
     def node(self, *args: Any) -> Any:
         """Run the op as the dispatcher calls it."""
         narrays = len(self.spec.args)
         arrays, options = args[:narrays], self.spec.unwritten_options(args[narrays:-1])
-        return self._remembered(_signature(arrays, options, args[-1]), arrays, options, args[-1])(*arrays)
+        return self._remembered(signature_of(arrays, options, args[-1]), arrays, options, args[-1])(*arrays)
 
     def _remembered(
         self, signature: Signature, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str
@@ -281,7 +281,7 @@ class _Runner:
         needs: Sequence[bool], backend: str,
     ) -> list[Tensor]:  # fmt: skip
         """Return the gradients of the arrays that ``needs`` marks, in order."""
-        signature = (*_signature((*gradients, *arrays), options, backend), *needs)
+        signature = (*signature_of((*gradients, *arrays), options, backend), *needs)
         found = self.found.get(signature)
         if found is None:
             found = self._find_backward(gradients, arrays, options, needs, backend)
@@ -357,11 +357,7 @@ class _Runner:
         at = self.spec.updates_at
         state = arrays[at]
         assert state is not None
-        if _may_overlap_itself(state):
-            raise ArgumentError(
-                f"{self.spec.name}_: the elements of {self.spec.updates} must not share memory; got the shape "
-                f"{tuple(state.shape)} with the strides {state.stride()}. Pass {self.spec.updates}.clone()."
-            )
+        refuse_overlap(self.spec, state)
         # A backend's own in-place twin writes the state as it goes; all else pays one copy of the state.
         in_place = getattr(module, f"{self.spec.name}_", None)
         if in_place is None or not (state.is_contiguous() or self.spec.updates_strided):
@@ -382,7 +378,7 @@ class _Runner:
                     return direct(*arrays)  # type: ignore[no-any-return]
                 # What lies in the state's memory would be written before it is read.
                 apart = [a.clone() if i in shared else a for i, a in enumerate(arrays)]
-                signature = _signature(apart, options, backend)
+                signature = signature_of(apart, options, backend)
                 return self._remembered(signature, apart, options, backend)(*apart)  # type: ignore[no-any-return]
 
         def updating(*arrays: Any) -> Tensor:
@@ -406,6 +402,15 @@ def _may_overlap_itself(x: Tensor) -> bool:
             return True
         reach += step * (size - 1)
     return False
+
+
+def refuse_overlap(spec: OpSpec, state: Tensor) -> None:
+    """Raise at a state of which two elements lie in one place, if it is to be written."""
+    if _may_overlap_itself(state):
+        raise ArgumentError(
+            f"{spec.name}_: the elements of {spec.updates} must not share memory; got the shape {tuple(state.shape)} "
+            f"with the strides {state.stride()}. Pass {spec.updates}.clone()."
+        )
 
 
 def _is_empty(arrays: Sequence[Tensor | None]) -> bool:
@@ -552,7 +557,7 @@ def _autograd_backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
                 arrays[at] = None if arg.optional else torch.zeros_like(arrays[at])
         *options, backend = ctx.options
         # With gradients enabled (create_graph), the node says that there is no second derivative.
-        direct = not (private.watched() or torch.is_grad_enabled()) and _plain((*gradients, *arrays), options)
+        direct = not (private.watched() or torch.is_grad_enabled()) and is_plain((*gradients, *arrays), options)
         options = spec.written_options(options)
         found = iter((plain if direct else OPS[name])(*gradients, *arrays, *options, needs, backend))
         return tuple(next(found) if need else None for need in needs) + (None,) * (noptions + 1)
@@ -560,7 +565,7 @@ def _autograd_backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
     return backward
 
 
-def _refuse_gradients(op: str, arrays: Sequence[Any]) -> None:
+def refuse_gradients(op: str, arrays: Sequence[Any]) -> None:
     """Raise if an in-place call would have to be differentiated."""
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arrays):
         raise ArgumentError(f"{op}: it overwrites the state and has no gradient. Use {op[:-1]}, or torch.no_grad().")
