@@ -161,6 +161,24 @@ def _ssd_fwd_prepare_kernel(
 
 
 @triton.jit
+def _begun(state, initial_ptr, at, flags, offs_np, mask_np, PARTS: tl.constexpr):
+    """Return the state before a chunk of a pack: where its sequence begins, the initial one, which is at ``at``."""
+    begins = (flags & FIRST) != 0
+    state = tl.where(begins, 0.0, state)
+    if initial_ptr is not None:
+        if PARTS == 1:
+            # Without the branch, Triton copies initial states ahead for each chunk: twice the time of the scan.
+            if begins:
+                state = tl.load(initial_ptr + at + offs_np, mask=mask_np, other=0.0).to(tl.float32)
+        else:
+            # Triton 3.6 cannot compile the products of parts of float32 after such a branch. Flags as a tensor: the
+            # interpreter takes no scalar into a mask.
+            read = mask_np & (((offs_np * 0 + flags) & FIRST) != 0)
+            state += tl.load(initial_ptr + at + offs_np, mask=read, other=0.0).to(tl.float32)
+    return state
+
+
+@triton.jit
 def _ssd_fwd_state_kernel(
     table_ptr, x_ptr, B_ptr, decay_ptr, step_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr,
     seqlen, nchunks, piece_chunks, npieces, nheads, ngroups, headdim, dstate,
@@ -203,15 +221,16 @@ def _ssd_fwd_state_kernel(
         step = tl.load(step_ptr + row * CHUNK + offs_t)
         _, to_end, whole, last, _, _ = load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         if VARLEN:
-            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products after such a branch.
-            begins = (flags & FIRST) != 0
-            total = tl.where(begins, float("-inf"), total)
-            state = tl.where(begins, 0.0, state)
-            if initial_ptr is not None:
-                initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * headdim * dstate
-                # Flags as a tensor: the interpreter takes no scalar into a mask.
-                read = mask_np & (((offs_np * 0 + flags) & FIRST) != 0)
-                state += tl.load(initial + offs_np, mask=read, other=0.0).to(tl.float32)
+            total = tl.where((flags & FIRST) != 0, float("-inf"), total)
+            state = _begun(
+                state,
+                initial_ptr,
+                (seq.to(tl.int64) * nheads + pid_h) * headdim * dstate,
+                flags,
+                offs_np,
+                mask_np,
+                PARTS,
+            )
         total += last
         x_weighted = (x_tile * (to_end * step)[:, None]).to(x_tile.dtype)
         state = dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
@@ -325,14 +344,9 @@ def _ssd_fwd_scan_kernel(
         step = tl.load(step_ptr + row * CHUNK + offs_t)
         from_start, to_end, whole, _, decay, low = load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         if VARLEN:
-            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products after such a branch.
-            begins = (flags & FIRST) != 0
-            state = tl.where(begins, 0.0, state)
-            if initial_ptr is not None:
-                initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * size
-                # Flags as a tensor: the interpreter takes no scalar into a mask.
-                read = mask_np & (((offs_np * 0 + flags) & FIRST) != 0)
-                state += tl.load(initial + offs_np, mask=read, other=0.0).to(tl.float32)
+            state = _begun(
+                state, initial_ptr, (seq.to(tl.int64) * nheads + pid_h) * size, flags, offs_np, mask_np, PARTS
+            )
         # What came before the chunk, then what the chunk adds itself.
         y = dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * from_start[:, None]
         causal = offs_t[:, None] >= offs_t[None, :]
