@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from refold.bench.engines import CALLS, LAYERS, copied, drawn, programs
+from refold.bench.engines import CALLS, LAYERS, captured, copied, drawn, programs
 from refold.engines import adapters
 
 pytestmark = [
@@ -85,3 +85,13 @@ def test_states_after_chunks_are_captured():
         return out, states
 
     same(*replayed(run, given))
+
+
+def test_what_a_replay_reads_is_kept():
+    given = drawn(TINY["mamba2"], "prefill", 70, "cuda")
+    replay = captured(programs("mamba2", "prefill", {})["refold"], given, 2)
+    torch.cuda.empty_cache()
+    noise = [torch.full((2**12,), torch.nan, device="cuda") for _ in range(4096)]
+    replay()
+    (results, _), _ = replay(), noise
+    assert all(outputs.isfinite().all() for outputs, _ in results)

@@ -303,9 +303,9 @@ def captured(run: Program, given: Given, layers: int) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         kept = [run(one) for one in copies]
 
-    def replay() -> object:
+    def replay() -> object:  # which keeps what the graph reads: the next capture gives back memory that is free
         graph.replay()
-        return kept
+        return kept, copies
 
     return replay
 
