@@ -78,9 +78,8 @@ def chunk_scan_varlen(
     offsets = cu_seqlens
     if return_intermediate_states:
         alone = ops.ssd(x[None], dt[None], A, **tokens, **steps, cu_seqlens=cu_chunk_seqlens)[1]
-        before = _before_chunks(
-            alone, _chunk_decays(dt, A, dt_bias, dt_softplus, dt_limit, cu_chunk_seqlens, wide), seq_idx, before
-        )
+        decays = _chunk_decays(dt, A, dt_bias, dt_softplus, dt_limit, cu_chunk_seqlens, wide)
+        before = _before_chunks(alone, decays, seq_idx, before, len(cu_seqlens) - 1)
         offsets = cu_chunk_seqlens
     y, states = ops.ssd(x[None], dt[None], A, **tokens, **steps, initial_state=before, cu_seqlens=offsets)
     out.copy_(y[0])
@@ -107,16 +106,14 @@ def _chunk_decays(
     return steps.new_zeros(len(offsets) - 1, len(A)).index_add(0, chunk, steps * A.to(wide)).exp()
 
 
-def _before_chunks(alone: Tensor, decays: Tensor, prompt: Tensor, initial: Tensor | None) -> Tensor:
+def _before_chunks(alone: Tensor, decays: Tensor, prompt: Tensor, initial: Tensor | None, prompts: int) -> Tensor:
     """Return the state before each chunk; ``alone`` has those after a chunk that begins with zeros."""
-    start = alone.new_zeros(alone.shape) if initial is None else initial.index_select(0, prompt.long())
+    offsets = torch.searchsorted(prompt.long(), torch.arange(prompts + 1, device=prompt.device))
+    factors = decays[:, :, None, None].expand_as(alone)
+    after = ops.linear_scan(factors[None], alone[None], initial_state=initial, cu_seqlens=offsets)[0][0]
+    start = torch.zeros_like(alone) if initial is None else initial.index_select(0, prompt.long())
     first = F.pad(prompt[1:] != prompt[:-1], (1, 0), value=True)[:, None, None, None]
-    before, state = [], start[:1]
-    for chunk in range(len(alone)):
-        here = slice(chunk, chunk + 1)
-        before.append(torch.where(first[here], start[here], state))
-        state = before[-1] * decays[here, :, None, None] + alone[here]
-    return torch.cat(before)
+    return torch.where(first, start, after.roll(1, 0))
 
 
 def chunk_scan_packed(

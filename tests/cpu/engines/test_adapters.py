@@ -106,8 +106,9 @@ def test_prefill_of_mamba2_with_a_batch_axis_returns_the_states_of_prompts(initi
 def test_prefill_of_mamba2_returns_the_states_after_chunks(initial):
     tokens, rest = mamba2(11)
     rest["dt_limit"] = (0.2, 0.9)
-    offsets, chunks, prompt = torch.tensor([0, 5, 11]), torch.tensor([0, 4, 5, 8, 11]), torch.tensor([0, 0, 1, 1])
-    before, out = rand(2, h, p, n) if initial else None, torch.empty(11, h, p, dtype=torch.float64)
+    offsets, chunks = torch.tensor([0, 5, 5, 11]), torch.tensor([0, 4, 5, 8, 11])
+    prompt = torch.tensor([0, 0, 2, 2])  # the second is empty
+    before, out = rand(3, h, p, n) if initial else None, torch.empty(11, h, p, dtype=torch.float64)
     found = adapters.chunk_scan_varlen(
         **tokens, **rest, chunk_size=4, cu_seqlens=offsets, cu_chunk_seqlens=chunks, last_chunk_indices=None,
         seq_idx=prompt, out=out, initial_states=before, return_intermediate_states=True, state_dtype=torch.float64,
