@@ -24,5 +24,5 @@ BACKWARD = Table(
 pairs_p (values per step), pairs_stages, pairs_warps and queries_warps; keyed (whether kernels for a decay per key may
 run, else the formulas of torch do), keyed_n (keys per program) and keyed_pairs_warps, the same for a decay per key."""
 
-STEP = Table({"tile": 8192, "warps": 4, "few": 64, "few_tile": 2048, "few_warps": 1})
+STEP = Table({"tile": 2048, "warps": 1, "few": 64, "few_tile": 1024, "few_warps": 1})
 """Keys: tile (state elements per program) and warps; the same where there are fewer states than ``few``."""

@@ -382,8 +382,9 @@ def _plan_step(
         return places.strides(tensor, one)
 
     block_n = triton.next_power_of_2(dstate)
-    table = lookup(STEP_TABLE, x.device, x.dtype)
-    block_p = min(triton.next_power_of_2(headdim), max(1, table["tile"] // block_n))
+    table, batch = lookup(STEP_TABLE, x.device, x.dtype), places.count(len(x))
+    few = "few_" if batch * nheads < table["few"] else ""
+    block_p = min(triton.next_power_of_2(headdim), max(1, table[f"{few}tile"] // block_n))
     D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
     ints = (
         1 if one else x.shape[1], nheads, B.shape[-2], headdim, dstate, float(dt_limit[0]), float(dt_limit[1]),
@@ -391,8 +392,8 @@ def _plan_step(
         *strides(new_y() if out is None else out), *state.stride(), *places.ints(len(x), slot_count),
     )  # fmt: skip
     launch = Launch(
-        kernels._ssd_step_kernel, (triton.cdiv(headdim, block_p), nheads, places.count(len(x))),
-        {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": table["warps"]},
+        kernels._ssd_step_kernel, (triton.cdiv(headdim, block_p), nheads, batch),
+        {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": table[f"{few}warps"]},
     )  # fmt: skip
 
     def run(x, dt, A, B, C, state, D, z, dt_bias, new_state, source=None, target=None, accepted=None, offsets=None,

@@ -29,5 +29,5 @@ BACKWARD = Table(
 heads may take, and may take where fewer heads would not fill the device), slots of the walks over heads, and of the
 kernels in Gluon the stages, the states per program and, of the first one, the registers per thread."""
 
-STEP = Table({"tile": 4096, "warps": 4})
-"""Keys: tile (state elements per program) and warps."""
+STEP = Table({"tile": 2048, "warps": 4, "few": 256, "few_tile": 1024, "few_warps": 1})
+"""Keys: tile (state elements per program) and warps; the same where there are fewer states than ``few``."""
