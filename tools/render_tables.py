@@ -562,7 +562,8 @@ def scale() -> str:
         return "-" if seconds is None else _ms(1e3 * seconds)
 
     shown = [row for row in rows if row["backend"] == "2 ranks" and measured(row)]
-    return table([row for row in shown if took(row, "1 ranks", row["tokens"] // 2) is not None], {
+    shown = [row for row in shown if took(row, "1 ranks", row["tokens"] // 2) is not None]
+    return table(sorted(shown, key=lambda row: ("layers" in row, row["op"], row["pass"], row["tokens"])), {
         "operator or model": key("op"), "pass": key("pass"), "tokens of a rank": lambda row: f"{row['tokens'] // 2:,}",
         "one GPU": lambda row: ms(took(row, "1 ranks", row["tokens"] // 2)),
         "two GPUs, twice the tokens": lambda row: ms(row["median_s"]), "efficiency": of_one(1, 1),
