@@ -3,6 +3,7 @@
 The package replaces functions of a modeling file. This changes all models of that file in the process, and cannot be
 undone; `refold.accelerate` changes one model and can be undone. The functions know only their arguments. They do not
 know limits of step sizes in decoding, a state to continue from in Mamba-1, or documents that the model drops.
+Gates stay what the modeling file makes of them: the functions get log decays and strengths.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ _MAMBA1 = dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), (*_BOTH, "s
 _MAMBA2 = dict.fromkeys(
     ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"), (*_BOTH, "mamba_chunk_scan_combined")
 )
-FUNCTIONS = _MAMBA1 | _MAMBA2
+_CONVOLUTIONS = _BOTH[:2]
+_GATED = dict.fromkeys(
+    ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "olmo_hybrid"),
+    (*_CONVOLUTIONS, "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+)
+_KDA = dict.fromkeys(("kimi_linear", "glm5_next"), (*_CONVOLUTIONS, "chunk_kda", "fused_recurrent_kda"))
+FUNCTIONS = _MAMBA1 | _MAMBA2 | _GATED | _KDA
 """``model_type`` -> the functions of its modeling file that have a layer here."""
 
 

@@ -19,6 +19,10 @@ from refold.integrations.documents import read
 __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
     "mamba_chunk_scan_combined",
     "selective_scan_fn",
     "selective_state_update",
@@ -112,3 +116,58 @@ class selective_scan_fn(nn.Module):
         return scan_selectively(
             hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state
         )  # fmt: skip
+
+
+class chunk_gated_delta_rule(nn.Module):
+    """The gated delta rule of a prompt."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
+        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return the output, and the last state, ``(b, h, n, p)``, if asked for."""
+        return _delta_rule(
+            query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, kwargs
+        )  # fmt: skip
+
+
+class fused_recurrent_gated_delta_rule(nn.Module):
+    """The gated delta rule of a token."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return the output, and the last state, ``(b, h, n, p)``, if asked for."""
+        return _delta_rule(
+            query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, kwargs
+        )  # fmt: skip
+
+
+class chunk_kda(chunk_gated_delta_rule):
+    """Kimi delta attention of a prompt: the same with log decays per key."""
+
+
+class fused_recurrent_kda(fused_recurrent_gated_delta_rule):
+    """Kimi delta attention of a token."""
+
+
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, keep: bool, normalize: bool,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    tokens: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    documents = read(kwargs)
+    if documents is None:
+        y, after = ops.delta_rule(**tokens, initial_state=state, normalize=normalize)
+    else:
+        y, states = documents.run(ops.delta_rule, tokens, state, normalize=normalize)
+        after = documents.ends(states)
+    return y, after if keep else None
