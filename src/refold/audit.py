@@ -6,6 +6,9 @@ numbers. Each case calls a function of an installed package as its users do, and
 
 Errors are taken over blocks of tokens, so that a mistake in a few tokens is not hidden by the size of the others. The
 bound is eight roundings of the arithmetic that such kernels use: bfloat16 for bfloat16, TensorFloat-32 for float32.
+
+The delta rule and its relatives are compared with a loop over tokens, and so are refold's own functions that take the
+place of fla's.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refold import ops
 from refold.compat import PACKAGES
 from refold.compat import causal_conv1d as conv
 from refold.compat import mamba_ssm as mamba
@@ -328,47 +330,58 @@ def _convolution_step(theirs: Callable[..., Any], device: torch.device, dtype: t
     yield "the state", state, exact
 
 
-def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Compute linear attention with a decay ``exp(g)`` per head, by `refold.ops.ssd`: ``dt = -g``, ``A = -1``."""
-    dt = -g
-    return ops.ssd(v / dt[..., None], dt, -torch.ones_like(g[0, 0]), k, q * scale, cu_seqlens=cu_seqlens)[0]
+def linear_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, g: Tensor | None = None, beta: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute S = exp(g) S, S = S + k (beta (v - Sᵀk))ᵀ and o = scale Sᵀq, token by token.
 
-
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """Compute S[t] = exp(g) S[t-1] (I - beta k kᵀ) + beta v kᵀ and o = S q, token by token."""
+    ``g`` is per head, per key or none. Without ``beta``, nothing is erased: S = S + k vᵀ.
+    """
     starts = {0} if cu_seqlens is None else set(cu_seqlens.tolist())
     state, outputs = torch.zeros(()), []
     for t in range(q.shape[1]):
         if t in starts:
-            state = v.new_zeros(v.shape[0], v.shape[2], v.shape[3], k.shape[3])
-        state = state * g[:, t].exp()[..., None, None]
-        error = v[:, t] - torch.einsum("bhvk,bhk->bhv", state, k[:, t])
-        state = state + torch.einsum("bhv,bhk->bhvk", beta[:, t, :, None] * error, k[:, t])
-        outputs.append(torch.einsum("bhvk,bhk->bhv", state, q[:, t] * scale))
+            state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+        if g is not None:
+            state = state * (g[:, t, :, None] if g.ndim == 3 else g[:, t]).exp()[..., None]
+        u = v[:, t]
+        if beta is not None:
+            u = beta[:, t, :, None] * (u - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state = state + k[:, t, :, :, None] * u[:, :, None]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t] * scale))
     return torch.stack(outputs, 1)
 
 
-def _attention(ours: Callable[..., Tensor], grads: bool = False, pack: bool = False) -> Callable[..., Compared]:
+def _attention(decay: str, erases: bool, grads: bool = False, pack: bool = False) -> Callable[..., Compared]:
+    """Compare linear attention with a decay per "head" or "key", or without one."""
+
     def run(theirs: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Compared:
         t, h, d = 300, 2, 64
         q, k, v = (torch.randn(1, t, h, d, device=device, dtype=dtype) for _ in range(3))
         k = (k / k.norm(dim=-1, keepdim=True)).to(dtype)
-        given: dict[str, Any] = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "g": -torch.rand(1, t, h, device=device) - 0.01,
-            "scale": 0.125,
-        }
-        if ours is gated_delta_rule:
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, "scale": 0.125}
+        if decay:
+            given["g"] = -torch.rand(1, t, h, *([d] if decay == "key" else []), device=device) - 0.01
+        if erases:
             given["beta"] = torch.rand(1, t, h, device=device, dtype=dtype)
         if pack:
             given["cu_seqlens"] = torch.tensor([0, 99, 100, 300], device=device)
-        return _compare(lambda **keywords: theirs(**keywords)[0], ours, given, grads)
+        return _compare(lambda **keywords: theirs(**keywords)[0], linear_recurrence, given, grads)
 
     return run
+
+
+_ATTENTION = {
+    "chunk_simple_gla": ("fla.ops.simple_gla", "head", False),
+    "chunk_gla": ("fla.ops.gla", "key", False),
+    "chunk_delta_rule": ("fla.ops.delta_rule", "", True),
+    "chunk_gated_delta_rule": ("fla.ops.gated_delta_rule", "head", True),
+    "fused_recurrent_gated_delta_rule": ("fla.ops.gated_delta_rule", "head", True),
+    "chunk_kda": ("fla.ops.kda", "key", True),
+    "fused_recurrent_kda": ("fla.ops.kda", "key", True),
+}
+"""Functions of fla, and of `refold.compat.fla`: module of fla, decay, and whether they erase."""
 
 
 def _cases() -> Iterator[Case]:
@@ -397,13 +410,13 @@ def _cases() -> Iterator[Case]:
     yield Case(*fn, "gradients of a pack", _convolution(True, True))
     yield Case(*fn, "views past 2^31 elements", _convolution_long, (torch.bfloat16,), gib=12)
     yield Case(package, package, "causal_conv1d_update", "one token", _convolution_step)
-    for module, function, ours in (
-        ("fla.ops.simple_gla", "chunk_simple_gla", simple_gla),
-        ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", gated_delta_rule),
-    ):
-        yield Case("fla", module, function, "contiguous", _attention(ours))
-        yield Case("fla", module, function, "pack", _attention(ours, pack=True))
-        yield Case("fla", module, function, "gradients", _attention(ours, True))
+    for package in ("fla", "refold"):
+        for function, (name, decay, erases) in _ATTENTION.items():
+            its = (package, name if package == "fla" else "refold.compat.fla", function)
+            yield Case(*its, "contiguous", _attention(decay, erases))
+            yield Case(*its, "pack", _attention(decay, erases, pack=True))
+            if package == "refold" or function.startswith("chunk"):  # fla's recurrent ones have no gradients
+                yield Case(*its, "gradients", _attention(decay, erases, grads=True))
 
 
 CASES = tuple(_cases())

@@ -7,11 +7,13 @@ import torch
 from typer.testing import CliRunner
 
 from refold import audit, cli
+from refold.compat import fla
+from refold.ops import delta_rule
 
 PREAMBLE = """
 import torch
 from refold.compat import causal_conv1d as conv, mamba_ssm as mamba
-from refold.audit import gated_delta_rule, simple_gla
+from refold.audit import linear_recurrence
 """
 
 RIGHT = {
@@ -59,7 +61,8 @@ PLANTED = {
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Return a function that makes files importable as packages."""
+    """Return a function that makes files importable as packages, which alone are audited."""
+    monkeypatch.setattr(audit, "CASES", [case for case in audit.CASES if case.package != "refold"])
 
     def install(files):
         for name, source in files.items():
@@ -126,26 +129,40 @@ def test_an_error_is_not_a_verdict(installed):
 
 
 @pytest.mark.usefixtures("quick")
-def test_delta_rule_and_decayed_attention(installed):
-    """The float64 definitions agree with the textbook loop over the whole matrix of a state."""
+def test_linear_attention(installed):
+    """The loop in float64 agrees with the textbook recurrence over the whole matrix of a state."""
     installed({
-        "fla/ops/simple_gla.py": "def chunk_simple_gla(**k): return simple_gla(**k), None",
-        "fla/ops/gated_delta_rule.py": "def chunk_gated_delta_rule(**k): return gated_delta_rule(**k), None",
+        "fla/ops/simple_gla.py": "def chunk_simple_gla(**k): return linear_recurrence(**k), None",
+        "fla/ops/kda.py": "def chunk_kda(*, beta, **k): return linear_recurrence(beta=1.1 * beta, **k), None",
     })  # fmt: skip
-    assert by_case(audit.audit("cpu"), "wrong") == set()
+    findings = list(audit.audit("cpu"))
+    assert by_case([f for f in findings if f.function == "chunk_simple_gla"], "wrong") == set()
+    assert by_case([f for f in findings if f.package == "fla"], "wrong") == {"contiguous", "pack", "gradients"}
     q, k, v = (torch.randn(1, 9, 2, d, dtype=torch.float64) for d in (4, 4, 3))
-    g, beta = -torch.rand(1, 9, 2, dtype=torch.float64), torch.rand(1, 9, 2, dtype=torch.float64)
-    linear, delta = torch.zeros(2, 3, 4, dtype=torch.float64), torch.zeros(2, 3, 4, dtype=torch.float64)
+    g, beta = -torch.rand(1, 9, 2, 4, dtype=torch.float64), torch.rand(1, 9, 2, dtype=torch.float64)
+    linear, delta = torch.zeros(2, 4, 3, dtype=torch.float64), torch.zeros(2, 4, 3, dtype=torch.float64)
+    found = audit.linear_recurrence(q, k, v, 0.5, g[..., 0]), audit.linear_recurrence(q, k, v, 0.5, g, beta)
     for t in range(9):
         for h in range(2):
-            outer = v[0, t, h, :, None] * k[0, t, h]
-            linear[h] = g[0, t, h].exp() * linear[h] + outer
+            outer = k[0, t, h, :, None] * v[0, t, h]
+            linear[h] = g[0, t, h, 0].exp() * linear[h] + outer
             erase = torch.eye(4, dtype=torch.float64) - beta[0, t, h] * k[0, t, h, :, None] * k[0, t, h]
-            delta[h] = g[0, t, h].exp() * delta[h] @ erase + beta[0, t, h] * outer
-            for state, found in (
-                (linear, audit.simple_gla(q, k, v, g, 0.5)), (delta, audit.gated_delta_rule(q, k, v, g, beta, 0.5)),
-            ):  # fmt: skip
-                torch.testing.assert_close(found[0, t, h], 0.5 * state[h] @ q[0, t, h])
+            delta[h] = erase @ (g[0, t, h].exp()[:, None] * delta[h]) + beta[0, t, h] * outer
+            for state, y in zip((linear, delta), found, strict=True):
+                torch.testing.assert_close(y[0, t, h], 0.5 * q[0, t, h] @ state[h])
+
+
+def test_the_functions_that_take_the_place_of_those_of_fla(monkeypatch):
+    """All are right here; a planted mistake is seen."""
+    own = [c for c in audit.CASES if c.package == "refold" and (c.name == "pack" or c.function == "chunk_kda")]
+    own = [audit.Case(**{**vars(c), "dtypes": c.dtypes[:1]}) for c in own]
+    monkeypatch.setattr(audit, "CASES", own)
+    findings = list(audit.audit("cpu"))
+    assert {f.verdict for f in findings} == {"right"}, [str(f) for f in findings if f.verdict != "right"]
+    assert {f.function for f in findings} == set(fla.__all__)
+    monkeypatch.setattr(fla.ops, "delta_rule", lambda *a, cu_seqlens=None, **k: delta_rule(*a, **k))
+    monkeypatch.setattr(audit, "CASES", [c for c in own if c.name != "gradients"][-3:])
+    assert by_case(audit.audit("cpu"), "wrong") == {"pack"}
 
 
 @pytest.mark.usefixtures("quick")
