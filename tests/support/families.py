@@ -7,8 +7,8 @@ import inspect
 import torch
 import transformers as t
 
-VOCAB = 97
-_COMMON = {"vocab_size": VOCAB, "hidden_size": 48, "eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
+VOCAB, WIDTH = 97, 48
+_COMMON = {"vocab_size": VOCAB, "hidden_size": WIDTH, "eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
 _ATTENTION = {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 40}
 _MAMBA1 = {**_COMMON, "num_hidden_layers": 2, "state_size": 8}
 _HEADS = {"mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 3, "mamba_chunk_size": 16}
