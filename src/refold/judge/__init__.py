@@ -125,8 +125,7 @@ def judge_solution(
     what, how = exchange.Definition.read(Path(definition)), exchange.Solution.read(Path(solution))
     if workloads is None:
         seeds = [int.from_bytes(os.urandom(6), "little") for _ in range(2)]
-        random = {name: {"type": "random"} for name in what.inputs}
-        given = [exchange.Workload(what.drawn(seed), random, f"drawn-{seed:012x}") for seed in seeds]
+        given = [what.workload(seed, turn) for turn, seed in enumerate(seeds)]
         accept = ["right", options.get("accept", "faster")]
     else:
         given = exchange.Workload.read(Path(workloads))

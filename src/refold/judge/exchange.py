@@ -181,6 +181,13 @@ class Definition:
         return Definition(name, axes, inputs, outputs, reference, constraints)
 
     @_whole
+    def workload(self, seed: int, turn: int) -> Workload:
+        """Draw a workload; whole numbers and truth values among the inputs are others in each turn."""
+        values = {n: bool(turn) if dtype == "bool" else turn + 1 for n, (shape, dtype) in self.inputs.items()
+                  if shape is None and dtype not in _FLOATS}  # fmt: skip
+        inputs = {n: {"type": "scalar", "value": values[n]} if n in values else {"type": "random"} for n in self.inputs}
+        return Workload(self.drawn(seed), inputs, f"drawn-{seed:012x}")
+
     def drawn(self, seed: int) -> dict[str, int]:
         """Draw sizes of variable axes that satisfy all constraints.
 

@@ -184,6 +184,15 @@ def _reordered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     return [x.roll(1, 0).contiguous() if x.is_floating_point() and x.dim() else x for x in like]
 
 
+def _nearly_equal(like: Sequence[torch.Tensor], seed: int) -> Tensors:
+    """Change all floating-point elements by so little that a comparison with a tolerance may not see it."""
+    g = generator(seed)
+    by = 2.0**-15  # about ten times what a sum in float32 may be off
+    return [
+        (x * (1 + by * torch.randn(x.shape, generator=g))).to(x.dtype) if x.is_floating_point() else x for x in like
+    ]
+
+
 # Small changes of content, in the same place: what an incomplete comparison of contents does not see.
 CHANGES: dict[str, Change] = {
     "one element changed": _one_element(2.0),
@@ -192,19 +201,20 @@ CHANGES: dict[str, Change] = {
     "two elements swapped": _two_swapped,
     "rows in another order": _reordered,
     "the last element changed": _one_element(2.0, at=-1),
+    "all elements changed very little": _nearly_equal,
 }
 
 
-def constants(tree: Any) -> tuple[Any, list[Any]]:
+def constants(tree: Any, times: float = 1.0, more: float = 0.0) -> tuple[Any, list[Any]]:
     """Return a structure of arguments with other numbers, and the constants that stay, since they may be switches."""
     if "items" in tree:
         named = "dict" in tree
-        inner = [constants(item[1] if named else item) for item in tree["items"]]
+        inner = [constants(item[1] if named else item, times, more) for item in tree["items"]]
         items = [[old[0], new] if named else new for old, (new, _) in zip(tree["items"], inner, strict=True)]
         return {**tree, "items": items}, [each for _, stay in inner for each in stay]
     value = tree.get("value")
     if isinstance(value, float) and math.isfinite(value):
-        return {**tree, "value": 1.5 * value + 0.25}, []
+        return {**tree, "value": times * value + more}, []
     return tree, [] if value is None else [value]
 
 

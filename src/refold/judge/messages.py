@@ -148,9 +148,10 @@ WAYS = {
     "called": "torch.func.functional_call",
     "copied": "a change in place before a deep copy, which is called",
     "copied first": "a change in place of it and of a deep copy, which is called",
+    "pickled": "a change in place before it is saved as a whole and loaded, which is called",
 }
 """The ways in which a user's program gives a module other weights."""
-OPTIONAL = ("called", "copied", "copied first")
+OPTIONAL = ("called", "copied", "copied first", "pickled")
 """Those that an original may not support, and that a candidate may refuse by an exception."""
 
 USES = {
@@ -165,9 +166,13 @@ USES = {
     "same objects": "for the tensors of the call before, changed in place",
     "between": "if it is called again before its results are used",
     "overwritten": "if its arguments are overwritten after the call",
+    "keywords": "if its arguments are given by their names",
     "jvp": "under torch.func.jvp",
+    "vmap": "under torch.func.vmap",
 }
 """The ways in which a user's program calls another one, beside the plain one; `uses` carries them out."""
+FORWARD = ("jvp", "vmap")
+"""Those in which nothing flows back."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +305,7 @@ class Inspected:
         settings: Global settings that are others than at first, and their values.
         patched: Functions that were replaced.
         random: A name for the state of all random numbers.
+        names: The names by which its arguments can be given.
     """
 
     state: dict[str, Description]
@@ -307,6 +313,7 @@ class Inspected:
     settings: dict[str, str]
     patched: list[str]
     random: str
+    names: list[str]
 
 
 @dataclass

@@ -140,6 +140,7 @@ class Sides:
         other_needs = [n for n in other if n in mine and ours.state[n].requires_grad != theirs.state[n].requires_grad]
         if other_needs:
             self.docket.note(f"unlike the original's, its {', '.join(other_needs[:5])} need or need no gradient")
+        self._names = theirs.names
         self.parameters = {name for name, m in theirs.state.items() if m.type == "Parameter"}
         seen: dict[str, str] = {}  # one parameter may have two names
         for name, m in theirs.state.items():
@@ -232,6 +233,13 @@ class Sides:
             return t.to(dtype) if t.is_floating_point() else t.to(kinds[dtype]) if t.is_complex() else t
 
         return replace(call, tensors=list(map(cast, call.tensors)), cotangents=list(map(cast, call.cotangents)))
+
+    def named(self, tree: Any) -> Any:
+        """Return arguments by the names that the original has for them; None if it has too few."""
+        items = tree.get("items", ())
+        if "sequence" not in tree or len(items) > len(self._names):
+            return None
+        return {"dict": "dict", "items": [list(each) for each in zip(self._names, items, strict=False)]}
 
     def ask(self, call: Call) -> Result:
         """Call the candidate."""

@@ -100,8 +100,16 @@ def call(use: str, program: Any, args: Any, build: Build, leaves: list[torch.Ten
     if use == "autocast":
         with torch.autocast(device, torch.bfloat16):
             return program(*args)
+    if use == "keywords":
+        return program(**args)
     if use == "jvp":
         return _derivatives(program, build, leaves, seed)
+    if use == "vmap":
+        both = [
+            torch.stack(pair) if _real(pair[0]) else pair[0] for pair in zip(leaves, _others(leaves, 1), strict=True)
+        ]
+        axes = tuple(0 if _real(t) else None for t in leaves)
+        return torch.func.vmap(lambda *some: program(*build(list(some))), axes)(*both)
     if use == "same objects":
         values = [t.detach().clone() for t in leaves]
         for t, other in zip(leaves, _others(leaves, 1), strict=True):

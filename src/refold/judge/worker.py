@@ -22,6 +22,7 @@ import copy
 import ctypes
 import importlib
 import importlib.util
+import inspect
 import json
 import mmap
 import os
@@ -287,13 +288,24 @@ class Stub:
     def do_inspect(self) -> Any:
         """Describe what the program must leave alone: its state, global settings, the random state, functions."""
         settings, functions = self._surroundings.changes()
+        if others := self._saved_otherwise():
+            settings["the memory of what state_dict() gives"] = f"not that of {', '.join(others)}"
         return messages.Inspected(
             state=self.do_state().state,
             modes="" if self._module is None else str(_of_modules(self._module)),
             settings=settings,
             patched=functions,
             random=surroundings.random_state(),
+            names=_names(self._program if self._module is None else self._module.forward),
         )
+
+    def _saved_otherwise(self) -> list[str]:
+        """List the parameters and buffers in whose place something else is saved."""
+        if self._module is None:
+            return []
+        own, saved = self._module.state_dict(keep_vars=True), self._module.state_dict()
+        same = {name for name, t in own.items() if isinstance(t, torch.Tensor) and _is_of(saved.get(name), t)}
+        return [name for name, t in own.items() if isinstance(t, torch.Tensor) and name not in same]
 
     def do_state(self) -> Any:
         """Describe parameters and buffers."""
@@ -335,7 +347,7 @@ class Stub:
                 states.append(self._program.state_dict(keep_vars=True))
             others: dict[int, torch.Tensor] = {}  # two names of one parameter stay so
             for name, value in values.items():
-                if way in ("in place", "moved", "copied", "copied first"):
+                if way in ("in place", "moved", "copied", "copied first", "pickled"):
                     for state in states:
                         state[name].data.copy_(value)  # no version counter counts it; trainers of large models do so
                     continue
@@ -351,6 +363,8 @@ class Stub:
                     _put(module, name, others.setdefault(id(own[name]), fresh))
         if way == "copied":
             self._program = copy.deepcopy(self._own)
+        if way == "pickled":
+            self._program = pickle.loads(pickle.dumps(self._own))
 
     def do_order(self, names: list[str]) -> None:
         """Give gradients of parameters in this order; others follow as they are defined."""
@@ -565,6 +579,17 @@ def _reset_cache() -> None:
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuCtxResetPersistingL2Cache()
         driver.cuCtxSetLimit(_L2_SET_ASIDE, ctypes.c_size_t(0))
+
+
+def _names(function: Any) -> list[str]:
+    with contextlib.suppress(TypeError, ValueError):  # what is written in C may not tell
+        found = inspect.signature(function).parameters.values()
+        return [each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return []
+
+
+def _is_of(saved: Any, t: torch.Tensor) -> bool:
+    return isinstance(saved, torch.Tensor) and saved.shape == t.shape and saved.data_ptr() == t.data_ptr()
 
 
 def _put(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ RIGHT = {"result": torch.randn(2, 3), "number": torch.randn(()), "row": torch.ra
 TENSOR = messages.Description("Tensor", "float32", "cpu", [2, 3], [3, 1], 64, 64, 64, 24, [], [], False)
 ANSWERS = {
     "Returned": messages.Returned({"tensor": 0}, [TENSOR], []),
-    "Inspected": messages.Inspected({"weight": TENSOR}, "", {"x": "1"}, ["torch.relu"], "ab"),
+    "Inspected": messages.Inspected({"weight": TENSOR}, "", {"x": "1"}, ["torch.relu"], "ab", ["x"]),
     "State": messages.State({"weight": TENSOR}),
     "Drawn": messages.Drawn({"sequence": "list", "items": [{"tensor": 0}, {"value": 3}]}, [TENSOR]),
     "Done": messages.Done(0.5),

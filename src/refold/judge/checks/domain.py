@@ -20,6 +20,7 @@ from ..sides import Tensors
 DISCRETE = 4096  # integers and truth values among results that are compared,
 MORE = 200  # in so many more calls at most
 ROWS = 200_000  # elements of inputs and results together, where there are many rows
+OTHER_NUMBERS = ((1.5, 0.25), (-1.0, -0.25), (4.0, 2.0))  # times a number among the arguments, and so much more
 TWINS = 6  # pairs of arguments for which one tensor is given
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 
@@ -75,9 +76,10 @@ def arguments(case: Case) -> None:
     """N6: a number among the arguments is read; one tensor may be given for two of them."""
     sides, compare = case.sides, case.comparison.unless_refused
     call = sides.call(sides.drawn("normal", "constants"))
-    tree, others = inputs.constants(sides.tree)
-    if tree != sides.tree:
-        compare("another number", "N6", replace(call, tree=tree), "not for other numbers as arguments")
+    for times, more in OTHER_NUMBERS:
+        tree, others = inputs.constants(sides.tree, times, more)
+        if tree != sides.tree:
+            compare("another number", "N6", replace(call, tree=tree), "not for other numbers as arguments")
     if others:
         said = f"the arguments {', '.join(map(repr, others))} were the same in all calls; other values were not tried"
         case.docket.note(said)

@@ -13,7 +13,7 @@ from .. import inputs, weights
 from ..case import Case
 from ..comparison import OTHER_DTYPES
 from ..errors import Raised
-from ..messages import OPTIONAL, USES, WAYS
+from ..messages import FORWARD, OPTIONAL, USES, WAYS
 from ..process import Call, Result
 from ..results import alike, identical, judged, unlike
 from ..sides import State, Tensors
@@ -95,7 +95,7 @@ def _changed_little(case: Case) -> None:
     sides, docket = case.sides, case.docket
     changes = list(inputs.CHANGES.items())
     if not docket.level.deep:
-        changes = random.Random(docket.derived("changes")).sample(changes, 2)
+        changes = [*random.Random(docket.derived("changes")).sample(changes[:-1], 2), changes[-1]]
     state = sides.other_weights("moved", "changed little")
     for kind, change in changes:
         own = [state[name].contiguous() for name in sides.parameters]
@@ -238,7 +238,9 @@ def otherwise(case: Case) -> None:
     """C6: the same in other ways to call it, which are drawn at random if calls take long."""
     sides, docket = case.sides, case.docket
     rng, train = random.Random(docket.derived("uses")), docket.terms.train
-    uses = [use for use in USES if (train or use != "jvp") and not (sides.random and use in OTHER_DTYPES)]
+    left_out = {*(() if train else ("jvp",)), *(OTHER_DTYPES if sides.random else ())}
+    left_out |= set() if sides.named(sides.tree) else {"keywords"}
+    uses = [use for use in USES if use not in left_out]
     rng.shuffle(uses)
     began, tried, foreign = sum(sides.suspect.processor_time()), 0, []
     for use in uses:
@@ -248,7 +250,11 @@ def otherwise(case: Case) -> None:
             break
         kind = rng.choice(("actual", "normal"))
         call = sides.call(sides.actual(use) if kind == "actual" else sides.drawn(kind, use), use=use)
-        calls = {USES[use]: replace(call, cotangents=(), grad=False, requires_grad=False) if use == "jvp" else call}
+        if use in FORWARD:
+            call = replace(call, cotangents=(), grad=False, requires_grad=False)
+        if use == "keywords":
+            call = replace(call, tree=sides.named(call.tree))
+        calls = {USES[use]: call}
         if use == "between" and not train:
             calls[f"{USES[use]} while gradients are recorded"] = replace(call, grad=True, requires_grad=True)
         compare = case.comparison.unless_refused
