@@ -37,19 +37,9 @@ def judge(
     candidate: Target | Program,
     inputs: Tensors | None = None,
     *,
-    level: str = "full",
-    dtype: str = "float32",
-    device: str = "cpu",
-    train: bool = False,
-    accept: str = "faster",
-    nonfinite: str = "finite-only",
-    tried: int = 1,
-    threads: int | None = None,
-    timeout: float = 60.0,
-    rival: str = "best",
-    limit: float = 0.0,
     allow_unsandboxed: bool = False,
     nursery: Nursery | None = None,
+    **terms: Any,
 ) -> Verdict:
     """Decide whether a candidate may take the place of the original.
 
@@ -57,21 +47,9 @@ def judge(
         original: A file in the KernelBench convention (``Model``), ``file.py:function``, or a function.
         candidate: The same; of a file, ``ModelNew`` is judged.
         inputs: Example inputs; None takes them from ``get_inputs()`` in the original's file.
-        level: ``quick`` (seconds), ``full`` (up to a minute) or ``paranoid`` (minutes).
-        dtype: What floating-point inputs and parameters are cast to.
-        device: ``cpu`` or ``cuda``.
-        train: Whether gradients are compared and timed as well, with modules in training mode.
-        accept: ``faster``: only what is faster than the original beyond noise; ``right``: whatever is right.
-        nonfinite: ``strict`` refuses a candidate that returns NaN or infinities elsewhere than the original when an
-            input holds one; ``finite-only`` notes it.
-        tried: How many candidates were tried for this original. Each timing test then errs with 1 % divided by it.
-        threads: Threads of either side; None is what torch uses here.
-        timeout: Seconds that loading or one call may take.
-        rival: ``best``: the candidate must be faster than the original, and than the original under ``torch.compile``,
-            from level full on; ``eager``: the original.
-        limit: Seconds that the trial as a whole may take; 0 is the level's own (180 s, 10 minutes, an hour).
         allow_unsandboxed: Run the candidate although nothing confines it.
         nursery: Where to start its process, if several candidates are tried: starting torch takes a second or two.
+        terms: What `Terms` has; threads are those that torch uses here, unless said.
 
     Returns:
         The verdict, with the check that decided and its numbers.
@@ -80,15 +58,11 @@ def judge(
         TargetError: A file does not exist or does not define what is judged.
         ArgumentError: An option has a value that it cannot have.
     """
-    chosen = Terms(
-        level=level, dtype=dtype, device=device, train=train, accept=accept, nonfinite=nonfinite, tried=tried,
-        threads=threads or torch.get_num_threads(), timeout=timeout,
-        rival=rival, limit=limit,
-    )  # fmt: skip
+    chosen = Terms(**{"threads": torch.get_num_threads(), **terms})
     if inputs is not None and (not inputs or not all(isinstance(x, torch.Tensor) for x in inputs)):
         raise ArgumentError(f"inputs must be a non-empty sequence of tensors, not {inputs!r:.80}")
-    if allow_unsandboxed and LEVELS[level].sandbox:
-        raise ArgumentError(f"level {level} needs a sandbox; allow_unsandboxed goes with quick and full")
+    if allow_unsandboxed and LEVELS[chosen.level].sandbox:
+        raise ArgumentError(f"level {chosen.level} needs a sandbox; allow_unsandboxed goes with quick and full")
     first = original if isinstance(original, Program) else program(original, role="original")
     second = candidate if isinstance(candidate, Program) else program(candidate, role="candidate")
     if nursery is not None:

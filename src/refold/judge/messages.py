@@ -175,19 +175,15 @@ FORWARD = ("jvp", "vmap")
 """Those in which nothing flows back."""
 
 
-@dataclass(frozen=True)
-class Prepare:
-    """Wrap the places where the inputs of the next call are going to be.
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How a program is called.
 
     Attributes:
-        tree: How the arguments are nested; leaves are numbers of tensors or constants.
-        tensors: Where the inputs lie.
-        cotangents: Where what flows back lies; empty for a call without backward.
         seed: Seeds the random state that the program finds.
-        mode: ``plain``, ``recorded`` or ``inference``.
+        mode: ``plain``, ``recorded`` (gradients are) or ``inference``.
         perturb: The byte that new memory is filled with; 0 leaves it.
-        hold: Whether earlier results are kept alive.
-        keep: Whether this result is kept alive for good.
+        keep: Whether the result is kept alive for good.
         flow: How gradients are asked for: ``once``; ``accumulated`` in ``.grad`` by two backwards of one graph;
             ``added`` to what ``.grad`` holds already; or ``differentiated`` once more.
         frozen: Whether no parameter requires a gradient.
@@ -196,19 +192,32 @@ class Prepare:
         use: The way in which it is called, a name of `USES`; empty for the plain one.
     """
 
-    tree: Any
-    tensors: list[Place]
-    cotangents: list[Place] = field(default_factory=list)
     seed: int = 0
     mode: str = "plain"
     perturb: int = 0
-    hold: bool = True
     keep: bool = False
     flow: str = "once"
     frozen: bool = False
     inner: bool = False
     training: bool | None = None
     use: str = ""
+
+
+@dataclass(frozen=True)
+class Prepare(How):
+    """Wrap the places where the inputs of the next call, and what flows back, are going to be.
+
+    Attributes:
+        tree: How the arguments are nested; leaves are numbers of tensors or constants.
+        tensors: Where the inputs lie.
+        cotangents: Where what flows back lies; empty for a call without backward.
+        hold: Whether earlier results are kept alive.
+    """
+
+    tree: Any
+    tensors: list[Place]
+    cotangents: list[Place] = field(default_factory=list)
+    hold: bool = True
 
 
 # Answers.

@@ -41,44 +41,29 @@ _HELD = 2  # calls of which the process still holds the results when one more re
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(messages.How):
     """One call of a program.
 
     Attributes:
         tree: How the arguments are nested; leaves are numbers of ``tensors`` or constants.
         tensors: The values; the process gets them with these strides.
-        seed: Seeds the random state the program finds.
-        grad: Whether gradients are recorded.
-        inference: Whether PyTorch is in inference mode.
         cotangents: What flows back into the results; empty for forward only.
-        perturb: The byte that new memory and the red zones are filled with.
         requires_grad: Whether floating-point inputs require gradients.
+        constant: The inputs that require none although others do.
         same_place: Whether the inputs lie where those of the call before lay.
-        keep: Whether the result is kept alive for good.
-        flow: How gradients are asked for, as `messages.Prepare` has it.
-        constant: The inputs that require no gradient although others do.
-        frozen: Whether no parameter requires one.
-        inner: Whether inputs that require gradients are results of other operations.
-        training: The mode of the modules; None is that of the trial.
-        use: The way in which it is called, a name of `messages.USES`.
     """
 
     tree: Any
     tensors: Sequence[torch.Tensor]
-    seed: int = 0
-    grad: bool = False
     cotangents: Sequence[torch.Tensor] = ()
-    perturb: int = 0
     requires_grad: bool = False
-    same_place: bool = False
-    keep: bool = False
-    flow: str = "once"
     constant: frozenset[int] = frozenset()
-    inference: bool = False
-    frozen: bool = False
-    inner: bool = False
-    training: bool | None = None
-    use: str = ""
+    same_place: bool = False
+
+    @property
+    def forward(self) -> Call:
+        """The same call without anything that gradients need."""
+        return dataclasses.replace(self, cotangents=(), mode="plain", requires_grad=False)
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -359,12 +344,8 @@ class Process:
         for index, t in enumerate(call.tensors):
             wanted = call.requires_grad and index not in call.constant and (t.is_floating_point() or t.is_complex())
             places[index] = dataclasses.replace(places[index], requires_grad=wanted)
-        mode = "inference" if call.inference else "recorded" if call.grad or call.cotangents else "plain"
-        command = messages.Prepare(
-            call.tree, places[:count], places[count:], seed=call.seed, mode=mode, perturb=call.perturb, hold=hold,
-            keep=call.keep, flow=call.flow, frozen=call.frozen, inner=call.inner, training=call.training,
-            use=call.use,
-        )  # fmt: skip
+        how = {each.name: getattr(call, each.name) for each in dataclasses.fields(messages.How)}
+        command = messages.Prepare(call.tree, places[:count], places[count:], hold, **how)
         self.ask(command, messages.Done)
         return places
 

@@ -165,7 +165,7 @@ class Race:
         """
         sides = self.sides
         call = sides.call(sides.actual("floor"))
-        call = replace(call, grad=True, requires_grad=True, cotangents=sides.cotangents(call.seed))
+        call = replace(call, mode="recorded", requires_grad=True, cotangents=sides.cotangents(call.seed))
         try:
             r = sides.reference.call(sides.wide(call), self.docket.terms.timeout)
         except Misbehaved:

@@ -217,8 +217,8 @@ class Sides:
         """Make a call of the programs, with what flows back into its results if gradients count."""
         train = self.docket.terms.train
         seed = self.docket.derived("call", len(self.docket.verdict.lines), options.pop("salt", ""))
-        call = Call(self.tree, list(values), seed=seed, grad=train, requires_grad=train, **options)
-        return replace(call, cotangents=self.cotangents(seed)) if train else call
+        mode, back = ("recorded", self.cotangents(seed)) if train else ("plain", [])
+        return Call(self.tree, list(values), back, requires_grad=train, seed=seed, mode=mode, **options)
 
     def cotangents(self, seed: int) -> list[torch.Tensor]:
         """Draw what flows back: random, for a sum's ones would hide permutations."""

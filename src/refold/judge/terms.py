@@ -63,17 +63,19 @@ class Terms:
     """The terms of a trial.
 
     Attributes:
-        level: ``quick``, ``full`` or ``paranoid``.
+        level: ``quick`` (seconds), ``full`` (up to a minute) or ``paranoid`` (minutes).
         dtype: What floating-point inputs and parameters are cast to.
         device: ``cpu`` or ``cuda``.
-        train: Whether gradients are asked for, and modules are in training mode.
-        accept: ``faster``, or ``right``: speed does not count.
-        nonfinite: ``finite-only``, or ``strict``: NaN and infinities must come out where the original has them.
-        tried: Candidates tried for the same original; they share the chance of error.
-        threads: Threads that either side may use.
-        timeout: Seconds that one call may take, or loading.
-        rival: ``best``: the baseline is the faster of eager and ``torch.compile``, from level full on; or ``eager``.
-        limit: Seconds that the trial as a whole may take; 0 is the level's own.
+        train: Whether gradients are compared and timed as well, with modules in training mode.
+        accept: ``faster``: only what is faster than the original beyond noise; ``right``: whatever is right.
+        nonfinite: ``strict`` refuses a candidate that returns NaN or infinities elsewhere than the original when an
+            input holds one; ``finite-only`` notes it.
+        tried: How many candidates were tried for this original. Each timing test then errs with 1 % divided by it.
+        threads: Threads of either side.
+        timeout: Seconds that loading or one call may take.
+        rival: ``best``: the candidate must be faster than the original, and than the original under ``torch.compile``,
+            from level full on; ``eager``: the original.
+        limit: Seconds that the trial as a whole may take; 0 is the level's own (180 s, 10 minutes, an hour).
 
     Raises:
         ArgumentError: One has a value that it cannot have.

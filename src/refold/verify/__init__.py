@@ -6,9 +6,6 @@ the candidate only if it is faster beyond noise. Both are for trusted programs, 
 and what it does not show.
 """
 
-import importlib
-from typing import Any
-
 from .numerics import MOVES as MOVES
 from .numerics import Errors as Errors
 from .numerics import Evidence as Evidence
@@ -23,10 +20,3 @@ from .numerics import roundoff as roundoff
 from .timing import Race as Race
 from .timing import median_ms as median_ms
 from .timing import race as race
-
-
-def __getattr__(name: str) -> Any:
-    """Import the trial of untrusted programs when it is first asked for; it needs Linux."""
-    if name not in ("judge", "Verdict"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("refold.judge"), name)

@@ -63,7 +63,7 @@ def other_weights(case: Case) -> None:
                 return
             call = sides.call(values)
             if way != "called":  # a copy may have its gradients in the first one's parameters
-                call = replace(call, cotangents=(), grad=False, requires_grad=False)
+                call = call.forward
             comparison.unless_refused(name, "C2", call, f"not {name}")
 
     # "assigned" and "data" first: a view of the weights' memory is stale from then on.
@@ -168,11 +168,10 @@ def modes(case: Case) -> None:
     call = sides.call(sides.drawn("normal", "grad"))
     if case.docket.terms.train:
         compare("no backward", "C5", replace(call, cotangents=()), "only with a backward")
-        plain = replace(call, cotangents=(), grad=False, requires_grad=False)
-        compare("no gradients recorded", "C5", plain, "only with gradients recorded")
+        compare("no gradients recorded", "C5", call.forward, "only with gradients recorded")
     else:
-        compare("gradients recorded", "C5", replace(call, grad=True), "only without gradients")
-        compare("inference mode", "C5", replace(call, inference=True), "not in inference mode")
+        compare("gradients recorded", "C5", replace(call, mode="recorded"), "only without gradients")
+        compare("inference mode", "C5", replace(call, mode="inference"), "not in inference mode")
         compare("inputs that require gradients", "C5", replace(call, requires_grad=True),
                 "not for inputs that require gradients")  # fmt: skip
     _other_mode(case, call)
@@ -181,7 +180,7 @@ def modes(case: Case) -> None:
 def _other_mode(case: Case, call: Call) -> None:
     """Say so if it is right only in the mode in which it is judged; others were not asked for."""
     sides, train, timeout = case.sides, case.docket.terms.train, case.docket.terms.timeout
-    call = replace(call, training=not train, cotangents=(), grad=False, requires_grad=False)
+    call = replace(call.forward, training=not train)
     sides.settle_state()
     here, there = ("training", "evaluation") if train else ("evaluation", "training")
     try:
@@ -251,12 +250,12 @@ def otherwise(case: Case) -> None:
         kind = rng.choice(("actual", "normal"))
         call = sides.call(sides.actual(use) if kind == "actual" else sides.drawn(kind, use), use=use)
         if use in FORWARD:
-            call = replace(call, cotangents=(), grad=False, requires_grad=False)
+            call = call.forward
         if use == "keywords":
             call = replace(call, tree=sides.named(call.tree))
         calls = {USES[use]: call}
         if use == "between" and not train:
-            calls[f"{USES[use]} while gradients are recorded"] = replace(call, grad=True, requires_grad=True)
+            calls[f"{USES[use]} while gradients are recorded"] = replace(call, mode="recorded", requires_grad=True)
         compare = case.comparison.unless_refused
         done = [compare(f"{said}, {kind}", "C6", each, f"not {said}", wide=True) for said, each in calls.items()]
         foreign += [] if any(done) else [USES[use]]
