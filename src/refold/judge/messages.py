@@ -43,10 +43,6 @@ class Place:
         offset: Bytes from its beginning.
         elements: From the first that is copied to the last; 0 of an empty tensor.
         first: The place of the tensor's first element among them.
-        shape: The shape.
-        stride: The strides, in elements.
-        dtype: The name of the dtype.
-        requires_grad: Whether the process asks for its gradient.
     """
 
     offset: int
@@ -67,12 +63,8 @@ class Start:
         readable: What it may read in addition to the system.
         path: Folders from which it may import in addition to Python's.
         limits: Values by the names of rlimits.
-        device: ``cpu`` or ``cuda``.
-        sandboxed: Whether it is confined.
-        threads: How many it may use.
-        imports: Modules that the nursery imports before it forks.
-        compiler: Whether the nursery imports torch's compiler before.
-        environment: Variables of its own.
+        imports: Modules that the nursery imports before it forks,
+        compiler: and whether it imports torch's compiler.
     """
 
     folder: str
@@ -89,13 +81,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Load:
-    """Import a program's source.
-
-    Attributes:
-        text: The source.
-        name: The name of its file.
-        attribute: The class or function that is judged.
-    """
+    """Import a program's source, ``text``, as a file of this name; the attribute is what is judged in it."""
 
     text: str
     name: str
@@ -107,12 +93,8 @@ class Build:
     """Make the program: a class is made with the arguments, after seeding.
 
     Attributes:
-        attribute: The class or function.
-        arguments: What the class is made with, as `Arguments` has it.
-        seed: Seeds the random state.
+        arguments: As `Arguments` has them.
         dtype: What floating-point parameters are cast to.
-        device: Where to.
-        train: Whether modules are in training mode.
         compiled: Whether it is run under ``torch.compile``.
     """
 
@@ -127,12 +109,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Take over parameters and buffers.
-
-    Attributes:
-        places: Where the values of each name lie.
-        way: In which way, a name of `WAYS`.
-    """
+    """Take over parameters and buffers, whose values lie in these places, in one of `WAYS`."""
 
     places: dict[str, Place]
     way: str
@@ -228,18 +205,13 @@ class Description:
     """What a process says of a tensor.
 
     Attributes:
-        type: The name of its class.
-        dtype: The name of its dtype.
-        device: The type of its device.
-        shape: Its shape.
-        stride: Its strides, in elements; as many as axes, unless it is `odd`.
+        stride: In elements; as many as axes, unless it is `odd`.
         address: Where its bytes can be read.
         pointer: Where it lies on its device; the same without a GPU.
         storage: Where the memory that it is a part of begins there.
         storage_bytes: The bytes of that memory.
         odd: Why it has no plain memory; words of `ODD`.
         traits: Words of `TRAITS`.
-        requires_grad: Whether it requires a gradient.
     """
 
     type: str
@@ -309,7 +281,6 @@ class Inspected:
     """What a program must leave alone.
 
     Attributes:
-        state: Parameters and buffers by their names.
         modes: Training modes, hooks and needs of gradients of its modules.
         settings: Global settings that are others than at first, and their values.
         patched: Functions that were replaced.

@@ -12,17 +12,27 @@ import importlib
 import operator
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-COSTS = {
-    "_C._autograd._top_saved_tensors_default_hooks": "S4 does not see hooks of saved tensors",
-    "_C._len_torch_function_stack": "S4 does not count function modes",
-    "_C._len_torch_dispatch_stack": "S4 does not count dispatch modes",
-    "library._impls": "S4 does not see operations of torch that were given another implementation",
-    "nn.modules.module._global_forward_hooks": "S4 does not count hooks of all modules",
-    "optim.optimizer._global_optimizer_pre_hooks": "S4 does not count hooks of all optimizers",
+_PLACES = ("/CPU", "/CUDA", "/AutogradCPU", "/AutogradCUDA", "/Autograd")
+
+SWITCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "hooks of saved tensors": ("_C._autograd._top_saved_tensors_default_hooks", lambda top: top(False) is not None),
+    "function modes": ("_C._len_torch_function_stack", lambda count: count()),
+    "dispatch modes": ("_C._len_torch_dispatch_stack", lambda count: count()),
+    "hooks of all modules": ("nn.modules.module._global_forward_hooks", lambda _: _hooks("nn.modules.module")),
+    "hooks of all optimizers": ("optim.optimizer._global_optimizer_pre_hooks", lambda _: _hooks("optim.optimizer")),
+    "operations of torch that were given another implementation": (
+        "library._impls",
+        lambda names: sorted(name for name in names if name.endswith(_PLACES) and name.startswith("aten/")),
+    ),
+}
+"""Global switches: which name of torch tells each, and how."""
+
+COSTS = {name: f"S4 does not see {what}" for what, (name, _) in SWITCHES.items()} | {
     "nn.Module._forward_hooks": "S8 does not count hooks of modules",
     "Tensor._backward_hooks": "S1 and S8 do not count hooks of tensors",
     "utils._config_module.ConfigModule.get_config_copy": "S4 does not see settings of torch's compiler",
@@ -57,12 +67,7 @@ class _NoMode:
         pass
 
 
-_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
-_function_modes = _find("_C._len_torch_function_stack")
-_dispatch_modes = _find("_C._len_torch_dispatch_stack")
-_implementations = _find("library._impls", ())
-_global_hooks = _find("nn.modules.module._global_forward_hooks")
-_optimizer_hooks = _find("optim.optimizer._global_optimizer_pre_hooks")
+_told = {what: (_find(name), tell) for what, (name, tell) in SWITCHES.items()}
 _module_hooks = _find("nn.Module._forward_hooks")
 _tensor_hooks = _find("Tensor._backward_hooks")
 _config = _find("utils._config_module.ConfigModule.get_config_copy")
@@ -72,17 +77,7 @@ DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", _NoMode)
 
 def settings() -> dict[str, Any]:
     """Return the global switches that have no public name; those of `OFF` never change."""
-    places = ("/CPU", "/CUDA", "/AutogradCPU", "/AutogradCUDA", "/Autograd")
-    found: dict[str, Any] = {
-        "hooks of saved tensors": _saved_tensors_hooks is not None and _saved_tensors_hooks(False) is not None,
-        "function modes": _function_modes and _function_modes(),
-        "dispatch modes": _dispatch_modes and _dispatch_modes(),
-        "hooks of all modules": _global_hooks is not None and _count_hooks(torch.nn.modules.module),
-        "hooks of all optimizers": _optimizer_hooks is not None and _count_hooks(sys.modules["torch.optim.optimizer"]),
-        "operations of torch": sorted(
-            name for name in _implementations if name.endswith(places) and name.startswith("aten/")
-        ),
-    }
+    found = {what: value is not None and tell(value) for what, (value, tell) in _told.items()}
     # Looking them up would import Dynamo, which takes seconds.
     for name in ("_dynamo", "_inductor", "_functorch"):
         config = sys.modules.get(f"torch.{name}.config")
@@ -96,8 +91,8 @@ def _changed(config: Any) -> dict[str, Any]:
     return {n: v for n, v in _config(config).items() if n in begun and v != getattr(begun[n], "default", v)}
 
 
-def _count_hooks(module: Any) -> int:
-    names = vars(module)
+def _hooks(module: str) -> int:
+    names = vars(sys.modules[f"torch.{module}"])
     return sum(len(hooks) for name, hooks in names.items() if name.startswith("_global") and isinstance(hooks, dict))
 
 

@@ -78,7 +78,6 @@ class Result:
     Attributes:
         tree: The structure of what was returned.
         metadata: Descriptions of the tensors in it.
-        tensors: Their values.
         seconds: From the signal to start to the answer.
         processor: Seconds of processor time that the process used meanwhile.
         outside: The same, from the call before to the signal to start.

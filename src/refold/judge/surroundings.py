@@ -15,6 +15,7 @@ import gc
 import hashlib
 import itertools
 import logging
+import operator
 import os
 import random
 import resource
@@ -209,39 +210,36 @@ def _umask() -> int:
     return mask
 
 
+# Global switches of torch that change what other code computes or how fast: values, or functions that tell them.
+_SWITCHES = """
+    backends.quantized.engine backends.opt_einsum.enabled backends.opt_einsum.strategy backends.cuda.matmul.allow_tf32
+    backends.cudnn.allow_tf32 backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.deterministic
+    backends.mkldnn.enabled backends.cuda.flash_sdp_enabled backends.cuda.mem_efficient_sdp_enabled
+    backends.cuda.math_sdp_enabled are_deterministic_algorithms_enabled utils.deterministic.fill_uninitialized_memory
+    get_num_threads get_num_interop_threads get_default_dtype get_default_device is_grad_enabled
+    is_inference_mode_enabled is_anomaly_enabled
+"""
+
+
+def _switch(name: str) -> Any:
+    value = operator.attrgetter(name)(torch)
+    return value() if callable(value) else value
+
+
 def _settings() -> dict[str, str]:
     """Return the global switches that change what other code computes or how fast."""
-    values: dict[str, Any] = {
+    values: dict[str, Any] = {f"torch.{name}": _switch(name) for name in _SWITCHES.split()}
+    values |= {
         "matmul precision": _precision(),
         "precision of backends": [getattr(owner, "fp32_precision", None) for owner in _BACKENDS],
-        "order of einsum": (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
-        "quantized engine": torch.backends.quantized.engine,
-        "logging": logging.root.manager.disable,
-        "TF32 in cuBLAS": torch.backends.cuda.matmul.allow_tf32,
-        "TF32 in cuDNN": torch.backends.cudnn.allow_tf32,
-        "cuDNN": torch.backends.cudnn.enabled,
-        "cuDNN benchmark": torch.backends.cudnn.benchmark,
-        "cuDNN deterministic": torch.backends.cudnn.deterministic,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "flush denormals": _flushes_denormals(),
-        "threads": torch.get_num_threads(),
-        "threads between operations": torch.get_num_interop_threads(),
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "anomaly mode": torch.is_anomaly_enabled(),
         "autocast": [
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         ],
-        "kinds of attention": [
-            getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math")
-        ],
-        "filling of new memory": getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
+        "flush denormals": _flushes_denormals(),
+        "logging": logging.root.manager.disable,
         "numpy's errors": None if numpy_random is None else numpy_errors(),
         "folder": os.getcwd(),
         "turns of threads": sys.getswitchinterval(),
-        "mkldnn": torch.backends.mkldnn.enabled,
         "processors": sorted(os.sched_getaffinity(0)),
         "priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
         "timers": [signal.getitimer(kind)[0] > 0 for kind in (0, 1, 2)],

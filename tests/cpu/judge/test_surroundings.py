@@ -69,7 +69,7 @@ SEEN = {
     "warnings as errors": lambda: mock.patch.object(warnings, "filters", [("error", None, BytesWarning, None, 7)]),
     "hooks of the interpreter": lambda: mock.patch.object(sys, "excepthook", print),
     "logging": lambda: changed(logging.root.manager, "disable", 50),
-    "order of einsum": lambda: mock.patch.object(torch.backends.opt_einsum, "enabled", False),
+    "torch.backends.opt_einsum.enabled": lambda: mock.patch.object(torch.backends.opt_einsum, "enabled", False),
     "precision of backends": lambda: changed(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
 }
 
