@@ -134,38 +134,49 @@ def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     ]
 
 
-def _one_element(by: float, at: int | None = None) -> Change:
-    """Return what changes one element of each floating-point tensor, at a random place or at this one.
-
-    It changes by so many times the spread of all.
-    """
+def _edited(edit: Callable[[torch.Tensor, torch.Generator], torch.Tensor | None]) -> Change:
+    """Return what edits a copy of each floating-point tensor that has elements, in place or by giving another."""
 
     def change(like: Sequence[torch.Tensor], seed: int) -> Tensors:
-        g = generator(seed)
-        out = []
+        g, out = generator(seed), []
         for x in like:
-            if x.is_floating_point() and x.numel():
-                x = x.clone()
-                spread = float(x.double().std()) if x.numel() > 1 else 1.0
-                place = int(torch.randint(x.numel(), (1,), generator=g)) if at is None else at
-                x.view(-1)[place] += by * spread or by
-            out.append(x)
+            copy = x.clone() if x.is_floating_point() and x.numel() else None
+            other = None if copy is None else edit(copy, g)
+            out.append(x if copy is None else copy if other is None else other)
         return out
 
     return change
 
 
-def _two_swapped(like: Sequence[torch.Tensor], seed: int) -> Tensors:
-    """Swap two elements of each floating-point tensor, which no sum and no norm of all of them sees."""
-    g = generator(seed)
-    out = []
-    for x in like:
-        if x.is_floating_point() and x.numel() > 1:
-            x = x.clone()
-            places = torch.randperm(x.numel(), generator=g)[:2]
-            x.view(-1)[places] = x.view(-1)[places.flip(0)]
-        out.append(x)
-    return out
+def _one_element(by: float, at: int | None = None) -> Change:
+    """Change one element, at a random place or at this one, by so many times the spread of all."""
+
+    def edit(x: torch.Tensor, g: torch.Generator) -> None:
+        spread = float(x.double().std()) if x.numel() > 1 else 1.0
+        place = int(torch.randint(x.numel(), (1,), generator=g)) if at is None else at
+        x.view(-1)[place] += by * spread or by
+
+    return _edited(edit)
+
+
+def _swap_two(x: torch.Tensor, g: torch.Generator) -> None:
+    """Swap two elements, which no sum and no norm of all of them sees."""
+    if x.numel() > 1:
+        places = torch.randperm(x.numel(), generator=g)[:2]
+        x.view(-1)[places] = x.view(-1)[places.flip(0)]
+
+
+def _reorder(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Give the first axis another order, which no sum over it sees."""
+    return x.roll(1, 0).contiguous() if x.dim() else x
+
+
+def _move(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Change all elements by so little that a comparison with a tolerance may not see it.
+
+    It is about ten times what a sum in float32 may be off.
+    """
+    return (x * (1 + 2.0**-15 * torch.randn(x.shape, generator=g))).to(x.dtype)
 
 
 def shuffled(like: Sequence[torch.Tensor], seed: int) -> Tensors:
@@ -179,29 +190,15 @@ def shuffled(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     return out
 
 
-def _reordered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
-    """Give the first axis of each floating-point tensor another order, which no sum over it sees."""
-    return [x.roll(1, 0).contiguous() if x.is_floating_point() and x.dim() else x for x in like]
-
-
-def _nearly_equal(like: Sequence[torch.Tensor], seed: int) -> Tensors:
-    """Change all floating-point elements by so little that a comparison with a tolerance may not see it."""
-    g = generator(seed)
-    by = 2.0**-15  # about ten times what a sum in float32 may be off
-    return [
-        (x * (1 + by * torch.randn(x.shape, generator=g))).to(x.dtype) if x.is_floating_point() else x for x in like
-    ]
-
-
 # Small changes of content, in the same place: what an incomplete comparison of contents does not see.
 CHANGES: dict[str, Change] = {
     "one element changed": _one_element(2.0),
     "another element changed": _one_element(2.0),
     "one element changed little": _one_element(0.05),
-    "two elements swapped": _two_swapped,
-    "rows in another order": _reordered,
+    "two elements swapped": _edited(_swap_two),
+    "rows in another order": _edited(_reorder),
     "the last element changed": _one_element(2.0, at=-1),
-    "all elements changed very little": _nearly_equal,
+    "all elements changed very little": _edited(_move),
 }
 
 

@@ -58,7 +58,7 @@ class Race:
     """Times the candidate against the original, in pairs of calls."""
 
     def __init__(self, case: Case):
-        self.docket, self.sides, self.comparison = case.docket, case.sides, case.comparison
+        self.case, self.docket, self.sides = case, case.docket, case.sides
         self._compiled: Process | None = None
         self._places: dict[Process, dict[str, Description]] = {}  # of the weights of the two that are timed
         self._now = case.sides.state  # these weights
@@ -138,7 +138,7 @@ class Race:
 
     def _possible(self, race: dict[str, Any]) -> None:
         """T5: no result is written, and no input read, in less time than their bytes take to be moved."""
-        kept = self.comparison.kept
+        kept = self.case.kept
         own = [t for t, alias in zip(kept.tensors, kept.aliases, strict=True) if alias is None]
         written, read = sum(t.numel() * t.element_size() for t in own), self._bytes_read()
         into = torch.empty(max(written, read), dtype=torch.uint8)
@@ -172,7 +172,7 @@ class Race:
             return 0
         found = [t.abs() for t in r.tensors[len(sides.outputs) :]]
         least = NOTHING_LEFT * max([float(t.max()) for t in found if t.numel()], default=0.0)
-        names = self.comparison.gradients(call, r)
+        names = self.case.gradients(call, r)
         return sum(
             int((t > least).sum()) * call.tensors[int(name.removeprefix("input "))].element_size()
             for name, t in zip(names, found, strict=False)
@@ -262,7 +262,7 @@ class Race:
     def _look(self, base: Process, candidate: Process) -> None:
         """See what the timed calls so far have left: they, too, change and leave what the original does."""
         if base is not self._compiled:
-            self.comparison.surroundings(base, candidate, self._modes, self._calls)
+            self.case.surroundings(base, candidate, self._modes, self._calls)
 
     def _usage(self, *processs: Process) -> Usage:
         """Return what was used until now, with what these processes used as this one's own."""
@@ -327,16 +327,16 @@ class Race:
             o = ask_base()
             y = ask_candidate()
         if base is not self._compiled:
-            self.comparison.metadata(o, y)
+            self.case.metadata(o, y)
         elif other := unlike(o, y):
             self.docket.step("M2", f"in a timed call, {other}")
-        self.comparison.timed(kind, call, o, y, self._now)
+        self.case.timed(kind, call, o, y, self._now)
         # A candidate may notice that it is timed, so what it leaves is looked at here, too.
-        self.comparison.traces(o, y)
+        self.case.traces(o, y)
         if self._before is not None:
             if self.docket.terms.device != "cpu":  # where looking again is work for the process, for both alike
                 base.again(self._before[0])
-            self.comparison.unchanged(candidate, self._before[1])
+            self.case.unchanged(candidate, self._before[1])
         self._before = o, y
         self._calls += 1
         if self._looked:  # which was work for the process, between calls

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .case import Case, Check
+from .case import Case
 from .checks import costs, domain, original, use
-from .comparison import Comparison
 from .docket import Docket
 from .errors import Misbehaved, Refused, Unjudgeable
 from .nursery import Nursery
@@ -22,6 +21,7 @@ from .terms import Terms
 from .verdict import Verdict
 
 log = logging.getLogger("refold")
+Check = Callable[[Case], None]  # a part of a trial: it makes calls, and writes down what they show
 LARGE = 1 << 22  # numbers among inputs, from which on more threads than one compare them sooner
 
 CHECKS: tuple[tuple[Check, bool], ...] = (
@@ -93,7 +93,7 @@ class Judge:
                 sides.open()
                 if sum(t.numel() for t in sides.first) > LARGE:
                     torch.set_num_threads(terms.threads)
-                case = Case(docket, sides, Comparison(docket, sides))
+                case = Case(docket, sides)
                 for check, deep in self.checks:
                     if docket.level.deep or not deep:
                         check(case)

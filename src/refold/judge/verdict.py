@@ -185,26 +185,12 @@ class Verdict:
     def to_jsonl(self) -> str:
         """Return one JSON object per line: the two programs and the terms, each check, the outcome."""
         seed = hashlib.sha256(self.seed.to_bytes(8, "little")).hexdigest()[:16]
-        first = {
-            "schema": SCHEMA,
-            "original": dataclasses.asdict(self.original),
-            "candidate": dataclasses.asdict(self.candidate),
-            "sha256": {"original": self.original.sha256, "candidate": self.candidate.sha256},
-            "terms": dataclasses.asdict(self.terms),
-            "off": self.off,
-            "sandbox": self.sandbox,
-        }
-        last = {
-            "outcome": self.outcome,
-            "check": self.check,
-            "reason": self.reason,
-            "notes": self.notes,
-            "mode": self.mode,
-            "ways": sorted(self.ways),
-            "timing": self.timing,
-            "seed": self.seed,
-            "seconds": round(self.seconds, 3),
-        }
+        first = {"schema": SCHEMA, "off": self.off, "sandbox": self.sandbox}
+        first |= {name: dataclasses.asdict(getattr(self, name)) for name in ("original", "candidate", "terms")}
+        first["sha256"] = {"original": self.original.sha256, "candidate": self.candidate.sha256}
+        decided = ("outcome", "check", "reason", "notes", "mode", "timing", "seed")
+        last: dict[str, Any] = {name: getattr(self, name) for name in decided}
+        last |= {"ways": sorted(self.ways), "seconds": round(self.seconds, 3)}
         lines = [first, *({**line, "seed_sha256": seed} for line in self.lines), last]
         return "".join(json.dumps(_finite(line)) + "\n" for line in lines)
 

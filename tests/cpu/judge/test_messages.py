@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from refold.judge import Terms, Verdict, messages, process, results, source
-from refold.judge.comparison import Comparison
+from refold.judge.case import Case
 from refold.judge.docket import Docket
 from refold.judge.errors import Misbehaved, Raised, Refused
 from refold.judge.process import Call, Result
@@ -135,7 +135,7 @@ def test_wrong_numbers_are_refused_however_they_are_described(name, train, data,
 
     def compare():
         y = Suspect().answered(json.dumps(forged).encode())
-        comparison = Comparison(docket, sides)
+        comparison = Case(docket, sides)
         comparison.metadata(o, y)
         comparison.numbers("timed", "N1", Call({"tensor": 0}, [right]), o, o, y)
 

@@ -9,7 +9,6 @@ import torch
 
 from refold.judge import Terms, Verdict, race, source
 from refold.judge.case import Case
-from refold.judge.comparison import Comparison
 from refold.judge.docket import Docket
 from refold.judge.errors import Refused, Unjudgeable
 from refold.judge.messages import Description
@@ -25,7 +24,7 @@ def case(**terms):
     docket = Docket(Verdict(NOTHING, NOTHING, Terms(level="quick", **terms)), 1, frozenset())
     docket.draw_secret()
     sides = Sides(NOTHING, NOTHING, None, docket, None)
-    return Case(docket, sides, Comparison(docket, sides))
+    return Case(docket, sides)
 
 
 class Machine:
@@ -132,7 +131,7 @@ def test_a_slow_machine_ends_no_race_that_nothing_could_have_decided_yet(monkeyp
 @pytest.mark.parametrize(("written", "read"), [(1 << 24, 0), (64, 1 << 24)])
 def test_what_takes_less_time_than_its_bytes_is_refused(monkeypatch, written, read):
     of = case()
-    of.comparison.kept = Result(None, [], [torch.zeros(written, dtype=torch.uint8)], 1.0, aliases=[None])
+    of.kept = Result(None, [], [torch.zeros(written, dtype=torch.uint8)], 1.0, aliases=[None])
     trial = race.Race(of)
     monkeypatch.setattr(trial, "_bytes_read", lambda: read)
     trial._possible({"candidate_ms": 1e4})

@@ -27,7 +27,7 @@ SLOW = 2  # times the processor time that shapes may take, for a candidate that 
 
 def kinds(case: Case) -> None:
     """N1, N2, N4: many kinds of values."""
-    sides, comparison, docket = case.sides, case.comparison, case.docket
+    sides, comparison, docket = case.sides, case, case.docket
     several = sum(map(inputs.is_real, sides.first)) > 1
     for kind in _chosen(case, (*inputs.KINDS, *((*inputs.UNLIKE, *inputs.ALONE) if several else ()))):
         whole = kind == "integers" and sides.shares_state
@@ -74,7 +74,7 @@ def integers(case: Case) -> None:
 
 def arguments(case: Case) -> None:
     """N6: a number among the arguments is read; one tensor may be given for two of them."""
-    sides, compare = case.sides, case.comparison.unless_refused
+    sides, compare = case.sides, case.unless_refused
     call = sides.call(sides.drawn("normal", "constants"))
     for times, more in OTHER_NUMBERS:
         tree, others = inputs.constants(sides.tree, times, more)
@@ -120,7 +120,7 @@ def layouts(case: Case) -> None:
         for name, values in inputs.layouts(call.cotangents, seed):
             other = replace(call, cotangents=values)
             said = f"not for {name} cotangents"
-            case.comparison.unless_refused(f"{name} cotangents", "N6", other, said, wide=True)
+            case.unless_refused(f"{name} cotangents", "N6", other, said, wide=True)
 
 
 def shapes(case: Case) -> None:
@@ -178,4 +178,4 @@ def elsewhere(case: Case, name: str, values: Tensors, note: str) -> bool:
         call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors])
     if needed(call.values) > sides.witness.shared.room:
         return False
-    return case.comparison.unless_refused(name, "N6", call, note)
+    return case.unless_refused(name, "N6", call, note)

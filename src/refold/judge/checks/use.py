@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 
 from .. import inputs, weights
-from ..case import Case
-from ..comparison import OTHER_DTYPES
+from ..case import OTHER_DTYPES, Case
 from ..errors import Raised
 from ..messages import FORWARD, OPTIONAL, USES, WAYS
 from ..process import Call, Result
@@ -24,7 +23,7 @@ USES_LEAST = 4  # ways of use that are tried, however long calls take
 def first_calls(case: Case) -> None:
     """U4, S6: when a call has returned its results are what they are, and nothing runs."""
     sides, suspect = case.sides, case.sides.suspect
-    _, y = case.comparison.round("actual", sides.first)
+    _, y = case.round("actual", sides.first)
     asleep = suspect.settle()
     time.sleep(0.02)
     busy = bool(asleep) and suspect.activity() != asleep
@@ -36,11 +35,11 @@ def first_calls(case: Case) -> None:
 def left_behind(case: Case) -> None:
     """S3 to S6, S8: the world after a call is as the original leaves it."""
     sides = case.sides
-    case.comparison.round("actual", sides.actual("left behind", len(case.docket.verdict.lines)))
+    case.round("actual", sides.actual("left behind", len(case.docket.verdict.lines)))
     sides.suspect.settle()
     left = sides.suspect.lingering()
     case.docket.step("S6", f"it left {len(left)} processes running" if left else sides.suspect.wakes())
-    case.comparison.surroundings(sides.witness, sides.suspect, sides.modes)
+    case.surroundings(sides.witness, sides.suspect, sides.modes)
 
 
 def other_weights(case: Case) -> None:
@@ -48,7 +47,7 @@ def other_weights(case: Case) -> None:
     sides, docket = case.sides, case.docket
     if not sides.shares_state:
         return
-    comparison, suspect = case.comparison, sides.suspect
+    comparison, suspect = case, sides.suspect
 
     def turn(kind: str, way: str, name: str) -> None:
         state, values = sides.other_weights(kind, name), sides.actual("weights", name)
@@ -101,7 +100,7 @@ def _changed_little(case: Case) -> None:
         own = [state[name].contiguous() for name in sides.parameters]
         state |= dict(zip(sides.parameters, change(own, docket.derived("weights", kind)), strict=True))
         sides.adopt(state, way="in place")
-        case.comparison.round(f"weights with {kind},", sides.actual("changed little", kind), check="C2")
+        case.round(f"weights with {kind},", sides.actual("changed little", kind), check="C2")
 
 
 def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
@@ -119,7 +118,7 @@ def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
 
 def stale(case: Case) -> None:
     """C1 and N9: new values at the old address; the old values except for one element; results kept."""
-    sides, comparison = case.sides, case.comparison
+    sides, comparison = case.sides, case
     _, comparison.kept = comparison.round("same place", sides.drawn("normal", "place"), check="C1", keep=True)
     again = sides.drawn("normal", "again")
     comparison.round("same place", again, check="C1", same_place=True)
@@ -131,7 +130,7 @@ def stale(case: Case) -> None:
 
 def still(case: Case) -> None:
     """S7: a result that is kept does not change."""
-    case.comparison.unchanged(case.sides.suspect, case.comparison.kept)
+    case.unchanged(case.sides.suspect, case.kept)
 
 
 def repeatable(case: Case) -> None:
@@ -164,7 +163,7 @@ def repeatable(case: Case) -> None:
 
 def modes(case: Case) -> None:
     """C5: the same values whether gradients are recorded or not, and whether they flow back or not."""
-    sides, compare = case.sides, case.comparison.unless_refused
+    sides, compare = case.sides, case.unless_refused
     call = sides.call(sides.drawn("normal", "grad"))
     if case.docket.terms.train:
         compare("no backward", "C5", replace(call, cotangents=()), "only with a backward")
@@ -187,7 +186,7 @@ def _other_mode(case: Case, call: Call) -> None:
         o = sides.witness.call(call, timeout)
     except Raised:
         return
-    known, same = case.comparison.known * 1.125, False
+    known, same = case.known * 1.125, False
     with contextlib.suppress(Raised):
         y = sides.ask(call)
         same = not unlike(o, y) and all(
@@ -204,7 +203,7 @@ def _other_mode(case: Case, call: Call) -> None:
 
 def gradients(case: Case) -> None:
     """N7: gradients as a training loop may ask for them; gradients of gradients, where the original has them."""
-    sides, compare = case.sides, case.comparison.unless_refused
+    sides, compare = case.sides, case.unless_refused
     if not case.docket.terms.train:
         return
 
@@ -256,7 +255,7 @@ def otherwise(case: Case) -> None:
         calls = {USES[use]: call}
         if use == "between" and not train:
             calls[f"{USES[use]} while gradients are recorded"] = replace(call, mode="recorded", requires_grad=True)
-        compare = case.comparison.unless_refused
+        compare = case.unless_refused
         done = [compare(f"{said}, {kind}", "C6", each, f"not {said}", wide=True) for said, each in calls.items()]
         foreign += [] if any(done) else [USES[use]]
         tried += 1
@@ -276,6 +275,6 @@ def _plain_sum(case: Case) -> None:
         o = sides.witness.call(call, timeout)
         r = o if sides.random else sides.reference.call(sides.wide(call), timeout)
     y = sides.ask(call)
-    case.comparison.metadata(o, y)
+    case.metadata(o, y)
     each = list(zip(r.tensors, o.tensors, y.tensors, strict=True))
-    case.comparison.coarse("a sum's", call, o, each[len(sides.outputs) :])
+    case.coarse("a sum's", call, o, each[len(sides.outputs) :])
