@@ -212,7 +212,7 @@ class Verdict:
         if self.ways:
             out.append(f"  weights by   {', '.join(sorted(self.ways))}")
         worst = max(
-            (line for line in self.lines if line["passed"] and line.get("bound")),
+            (line for line in self.lines if line["passed"] and line.get("bound") and "original" in line),
             key=lambda line: line["error"] / line["bound"],
             default=None,
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from refold.errors import TargetError, printable
-from refold.judge import Nursery, Terms, judge, replay, source, weights
+from refold.judge import Nursery, Terms, Verdict, judge, replay, source, weights
 from refold.judge.checks import use
 from refold.judge.errors import Misbehaved
 from refold.judge.program import program
@@ -171,3 +171,11 @@ def test_weights_of_no_axis_get_other_values_of_no_axis():
         assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in state.items()}
         assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in state.items()}
     assert weights.drawn("moved", state, {"gain"}, 1)["gain"] != 0
+
+
+def test_a_verdict_is_printed_where_a_coarse_comparison_is_nearest_to_its_bound():
+    first, second = (source(SAME, name=name, role="candidate") for name in ("a.py", "b.py"))
+    verdict = Verdict(first, second, Terms(), outcome="accepted")
+    verdict.line("N7", True, kind="x1000", error=1.0, bound=1.1)
+    verdict.line("N1", True, kind="normal", error=1e-7, bound=1e-6, original=1e-7)
+    assert "inputs: normal" in str(verdict)
