@@ -146,6 +146,8 @@ class Carry:
     inputs: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The axes that have other sizes in that call: no map depends on them."""
+    forgets: str = ""
+    """The argument that says where a state is forgotten, even one that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

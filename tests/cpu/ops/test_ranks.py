@@ -158,7 +158,7 @@ def spoiled(group):
     for op in FADING:
         for label, arrays, options, _, layout, told, _ in cases(op):
             total, name = next(iter(arrays.values())).shape[1], "v" if op == "delta_rule" else "x"
-            if total < 15 or "reset" in arrays or (strong := forgetful(arrays, options)) is None:
+            if total < 15 or (strong := forgetful(arrays, options)) is None:
                 continue
             spoilt = arrays[name].clone()
             spoilt[(slice(None), 1, *[0] * (spoilt.dim() - 2))] = torch.nan

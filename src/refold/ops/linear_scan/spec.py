@@ -70,7 +70,7 @@ SPEC = OpSpec(
     flops=_flops,
     splits=("b", "*"),
     scans="forward",
-    carry=lambda meta: Carry("factors", ("x",)),
+    carry=lambda meta: Carry("factors", ("x",), forgets="reset"),
     form="elementwise scan",
     narrowed=(("x",), ("a",)),
     complete="t17",

@@ -40,6 +40,9 @@ INITIAL = "initial_state"
 NEGLIGIBLE = 2.0**-10
 """What is left of a state counts as nothing if it is less than this part of its rounding."""
 
+FORGOTTEN = -0.0
+"""In a map, what a reset makes of a state: nothing, whatever it was. A factor of zero is 0.0, and keeps a NaN."""
+
 STEPS = {"cuda": 256}
 """Tokens in steps of which a device tells reaches; one by one where it has no entry."""
 
@@ -240,7 +243,10 @@ class _Call:
                 changed[arg.name] = self.arrays[arg.name].new_zeros(shape_of(layout, sizes))
         start = self.zeros(shape_of(spec.outputs[1].axes, sizes | {"k": sizes["b"]}))
         start = start + 1 if self.carry.kind == "factors" else start + torch.eye(start.shape[-1]).to(start)
-        return self.run(self.given(part, start, **changed))[1]
+        move = self.run(self.given(part, start, **changed))[1]
+        if (forgets := self.arrays.get(self.carry.forgets)) is None:
+            return move
+        return torch.where(forgets[:, part.tokens].any(1), FORGOTTEN, move + 0.0)  # which is no zero below 0
 
     def look(self, part: _Part) -> int | Callable[[], int]:
         """Return how many of the first tokens a state that enters reaches, at least 1, or what finds out.
@@ -302,7 +308,10 @@ class _Call:
     def moved(self, part: _Part, move: Tensor, state: Tensor, *, back: bool = False) -> Tensor:
         """Apply the map of a part, or its transpose, to a state."""
         if self.carry.kind == "factors":
-            return move * state
+            moved = move * state
+            if self.arrays.get(self.carry.forgets) is None:
+                return moved
+            return torch.where((move == 0) & move.signbit(), 0.0, moved)
         if self.carry.kind == "matrix":
             return (move.transpose(-1, -2) if back else move) @ state
         moved = torch.zeros_like(state)
