@@ -216,9 +216,30 @@ def two_queries(q, k, v, g, beta, r):
     return torch.stack(out, 1)
 
 
+def with_addcmul(q, k, v, g, beta, r):
+    S, out = v.new_zeros(B, H, N, P), []
+    for i in range(T):
+        S = S * g[:, i, :, None, None].exp()
+        u = (v[:, i] - (S * k[:, i, ..., None]).sum(-2)) * beta[:, i, :, None]
+        S = torch.addcmul(S, k[:, i, ..., None], u[:, :, None], value=0.5)
+        out.append((S * q[:, i, ..., None]).sum(-2))
+    return torch.stack(out, 1)
+
+
+def with_mv(q, k, v, g, beta, r):
+    """A state of (values, keys) of one head, times vectors."""
+    q, k, v, g, beta = (x[0, :, 0] for x in (q, k, v, g, beta))
+    S, out = v.new_zeros(P, N), []
+    for i in range(T):
+        S = S * g[i].exp()
+        S = S + torch.outer((v[i] - S @ k[i]) * beta[i], k[i])
+        out.append(torch.mv(S, q[i]))
+    return torch.stack(out)
+
+
 SPELLINGS = [
     as_fla, as_kda, ungated, without_strength, with_matmul, with_bmm, with_einsum, decay_from_gates, multiplied_out,
-    one_sequence, shared_keys, two_queries,
+    one_sequence, shared_keys, two_queries, with_addcmul, with_mv,
 ]  # fmt: skip
 
 
