@@ -21,6 +21,7 @@ from support.scans import Described
 from support.tiny_lm import losses
 
 
+@pytest.mark.slow
 @one_in(3, ("checkpointed", "autocast"), [(True, torch.bfloat16), (False, None), (False, torch.bfloat16)])
 def test_loss_curves_without_code_generation(checkpointed, autocast):
     """`test_loss_curve` is checkpointed in float32."""
@@ -43,6 +44,7 @@ def test_loss_curves_without_code_generation(checkpointed, autocast):
         assert (got - exact).abs().mean() < 4 * (own - exact).abs().mean()
 
 
+@pytest.mark.slow
 def test_loss_curve():
     report = Report()
 

@@ -48,6 +48,7 @@ def close(a, b) -> None:
 TURNS = in_turns(name=list(CONFIGS), kind=[AxisType.Auto, AxisType.Explicit])
 
 
+@pytest.mark.slow
 @TURNS
 def test_heads_over_devices(name: str, kind: AxisType) -> None:
     config = CONFIGS[name]
@@ -93,6 +94,7 @@ def loss_of(logits, tokens):
     return -(scores * jax.nn.one_hot(tokens[:, 1:], scores.shape[-1])).sum(-1).mean()
 
 
+@pytest.mark.slow
 @TURNS
 def test_training_over_time(name: str, kind: AxisType) -> None:
     """Loss and all gradients, of arrays that are placed on the mesh that is set: time alone, or rows, too."""
