@@ -129,6 +129,7 @@ def test_times_whose_percentiles_overlap_are_said_to_be_the_same():
     assert rows.compare([{"case": "1", "hot_ms": 1.0}], [{"case": "1", "hot_ms": 1.0}])[0].verdict == ""
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     out = str(tmp_path / "rows.jsonl")
     stopped = run("run", "cpu", "--set", "sizes=1,2,3", "--set", "stops=3", "--out", out)
@@ -143,6 +144,7 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     assert again.exit_code == 0
 
 
+@pytest.mark.slow
 def test_published_results_stand_next_to_their_own_code_or_a_reason(toy, tmp_path, monkeypatch):
     def suite(*, checkout: str = "", device: str = "cuda"):
         """Time nothing."""
@@ -176,6 +178,7 @@ def test_parts_of_published_results_name_options_of_their_suites(part):
     assert all(type(value) is type(known[name]) for name, value in options.items() if name != "batch")
 
 
+@pytest.mark.slow
 def test_a_limit_of_time_leaves_measurements_to_the_next_run(toy, tmp_path):
     out = str(tmp_path / "rows.jsonl")
     ended = run("run", "cpu", "--out", out, "--limit", "0")
@@ -186,6 +189,7 @@ def test_a_limit_of_time_leaves_measurements_to_the_next_run(toy, tmp_path):
     assert len(rows.read(Path(out))) == 2
 
 
+@pytest.mark.slow
 def test_one_of_several_suites_that_fails_does_not_stop_the_others(toy, tmp_path):
     out = str(tmp_path / "rows.jsonl")
     ended = run("run", "ssd", "cpu", "--set", "ssd.fails=true", "--out", out)
@@ -281,6 +285,7 @@ def test_packages_are_hidden_for_a_while(monkeypatch):
     assert "causal_conv1d" not in sys.modules
 
 
+@pytest.mark.slow
 def test_progress_says_what_runs_and_of_how_many(toy):
     assert run("run", "cpu", "--set", "sizes=5,7").stderr.splitlines() == ["... 1/2 cpu 5", "... 2/2 cpu 7"]
     assert run("run", "cpu", "-q").stderr == ""

@@ -76,6 +76,7 @@ def test_explain_lists_waste(layer, here, tmp_path):
     assert rewrite["status"] == "found"
 
 
+@pytest.mark.slow
 def test_optimize_prints_the_evidence_and_plain_progress(layer, tmp_path):
     out = tmp_path / "report.json"
     done = refold("optimize", layer, "--accept", "always", "--seed", "3", "--json", out)
@@ -262,6 +263,7 @@ def test_without_torch(code, says):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_optimize_writes_a_page_and_a_trace(layer, tmp_path):
     page, trace = tmp_path / "report.html", tmp_path / "trace.json"
     done = refold("optimize", layer, "--accept", "always", "--html", page, "--trace", trace, "--json", "-", "-q")

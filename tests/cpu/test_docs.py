@@ -111,6 +111,7 @@ def test_the_page_on_how_it_works_shows_a_graph_before_and_after():
     assert len(GRAPHS.findall((ROOT / "docs" / "how-it-works.md").read_text())) == 2
 
 
+@pytest.mark.slow
 def test_the_sample_of_the_readme_is_what_the_command_prints():
     sample = re.search(r"\$ refold optimize (\S+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     done = subprocess.run(

@@ -35,6 +35,7 @@ def test_all_to_all_gives_what_states_give(tmp_path):
     assert max(max(rank.values()) for rank in found.values()) < 1e-12, found
 
 
+@pytest.mark.slow
 def test_rows_of_two_ranks():
     rows = list(scale(operators=("ssd",), passes=("training",), tokens=(64,), repeats=1, device="cpu"))
     assert [(row["backend"], row["tokens"]) for row in rows] == [

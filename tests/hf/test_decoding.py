@@ -123,6 +123,7 @@ def prepared(name, rows, dtype, changes, tokens=2):
     return model, torch.randint(0, VOCAB, (rows, 6 + tokens), device=DEVICE)
 
 
+@pytest.mark.slow
 @here
 @pytest.mark.parametrize(("name", "rows", "dtype", "changes", "layers"), CASES)
 def test_equals_the_ordinary_forward(name, rows, dtype, changes, layers, fused, monkeypatch):

@@ -76,6 +76,7 @@ def generate(address: str, name: str, home: Path, **more: str) -> subprocess.Com
     return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_hub_name_gives_the_same_tokens_as_its_directory(hub, tmp_path: Path) -> None:
     address, asked = hub
     _, directory = saved("mamba2")

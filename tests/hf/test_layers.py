@@ -165,6 +165,7 @@ def test_cache_decoding_and_mask(name):
     agree(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.codegen
 def test_dynamic_length():
     layer, _ = granite()
@@ -280,6 +281,7 @@ MIXERS = {  # the scan of a mixer, and whether a gated norm follows it
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXERS)
 def test_inference_on_a_gpu_is_made_of_operators(name, monkeypatch):
     """The scan of a Mamba-2 layer reads parts of what the convolution wrote, as they lie in memory."""

@@ -27,6 +27,7 @@ def files(folder):
     return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*.nb?")}
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing(tmp_path):
     pytest.importorskip("numba")
     environment = os.environ | {"REFOLD_CACHE": str(tmp_path), "PYTHONWARNINGS": "ignore"}
@@ -43,6 +44,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert files(tmp_path) == kept
 
 
+@pytest.mark.slow
 def test_without_warming_a_process_compiles(tmp_path):
     """The test above can fail."""
     pytest.importorskip("numba")

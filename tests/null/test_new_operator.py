@@ -122,6 +122,7 @@ def ran(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
 def test_a_folder_is_an_operator(folder: Path) -> None:
     pytest.importorskip("torch")
     done = ran(CODE, folder)

@@ -102,6 +102,7 @@ def test_functions_exist():
     assert {one for one in told if not exists(one[1])} == set()
 
 
+@pytest.mark.slow
 def test_options_and_commands_exist():
     names, commands = options()
     told = [(file, option) for file, text in said() for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)]

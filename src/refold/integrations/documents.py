@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from refold.compat.documents import Documents
 from refold.errors import ArgumentError, ShapeError
+from refold.ops.torch.graphs import recorders
 from refold.parallel import Cut
 
 _Value = TypeVar("_Value")
@@ -119,12 +120,15 @@ def check_tokens(name: str, values: Tensor, arguments: Mapping[str, Any]) -> Non
 def _check_one_token(arguments: Mapping[str, Any]) -> None:
     """Refuse a row that is to pause for a call of one token, in which layers of transformers get no mask.
 
-    On a GPU one would have to wait for the mask, token by token: nothing is checked there, or while a graph is traced.
+    Nothing is checked where one would have to wait for the mask, token by token (on a GPU, and where steps are
+    recorded), or while a graph is traced.
     """
     size, mask = _batch_size(arguments), arguments.get("attention_mask")
     if size is None or size[1] != 1 or torch.compiler.is_compiling():
         return
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.device.type != "cpu" or not _continues(arguments):
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not _continues(arguments):
+        return
+    if (kind := mask.device.type) != "cpu" or kind in recorders:
         return
     paused = ~mask[:, -1].bool()
     if mask.shape[1] > 1:

@@ -36,6 +36,7 @@ _DTYPES = {"float8_e4m3": "float8_e4m3fn"} | {
 _FLOATS = ("float32", "bfloat16", "float16")
 _SIZES = (1, 2, 3, 5, 7, 13, 16, 29, 32, 48, 61, 64)  # of variable axes
 _TRIES = 10_000  # to satisfy all constraints
+_DEPTH = 100  # of a constraint: what is nested more deeply could end Python's stack
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
@@ -465,22 +466,25 @@ def _parsed(text: str) -> ast.expr:
         raise TargetError(f"the constraint {text[:80]!r} is no expression") from error
 
 
-def _value(node: ast.expr, sizes: Mapping[str, int]) -> Any:
-    """Evaluate an expression of sizes; raises TargetError if it is of anything else."""
+def _value(node: ast.expr, sizes: Mapping[str, int], depth: int = 0) -> Any:
+    """Evaluate an expression of sizes; raises TargetError if it is of anything else, or nested too deeply."""
+    if depth > _DEPTH:
+        raise TargetError(f"a constraint is nested more than {_DEPTH} times; write it with fewer parentheses")
+    value = functools.partial(_value, sizes=sizes, depth=depth + 1)
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.Name) and node.id in sizes:
         return sizes[node.id]
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         try:
-            return _OPERATORS[type(node.op)](_value(node.left, sizes), _value(node.right, sizes))
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
         except ZeroDivisionError:
             return 0
     if isinstance(node, ast.BoolOp):
-        found: Sequence[Any] = [_value(each, sizes) for each in node.values]
+        found: Sequence[Any] = [value(each) for each in node.values]
         return all(found) if isinstance(node.op, ast.And) else any(found)
     if isinstance(node, ast.Compare) and all(type(op) in _OPERATORS for op in node.ops):
-        values = [_value(each, sizes) for each in (node.left, *node.comparators)]
+        values = [value(each) for each in (node.left, *node.comparators)]
         return all(_OPERATORS[type(op)](a, b) for op, a, b in zip(node.ops, values, values[1:], strict=False))
     said = ast.unparse(node)
     raise TargetError(f"the constraint {said[:80]!r} is not one of sizes alone; give a workload that satisfies it")

@@ -20,6 +20,7 @@ STEPS = 21
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 
 
+@pytest.mark.slow
 @in_turns(name=list(RECURRENCES), training=[False, True])
 def test_found_and_right(name, training):
     one = RECURRENCES[name]

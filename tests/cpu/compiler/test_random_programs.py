@@ -222,6 +222,7 @@ def test_the_last_state_of_a_retention_stays_one_scan_in_training():
     assert [row.status for row in rewrites] == ["applied"] * 2
 
 
+@pytest.mark.slow
 def test_checks_run_without_the_users_autocast():
     """It is in the graph already, and does not take float16 next to float64 on a CPU."""
     about, outcome = trial.trial(
@@ -230,6 +231,7 @@ def test_checks_run_without_the_users_autocast():
     assert outcome.failure == "", about
 
 
+@pytest.mark.slow
 def test_the_fuzzer_goes_on_after_a_process_has_had_its_share(monkeypatch, capsys):
     """Python's own way to replace workers waits forever in some versions (CPython gh-115634)."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))

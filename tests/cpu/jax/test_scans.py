@@ -66,6 +66,7 @@ def compare(function, op: str, packed: bool, **options) -> None:
         close(gradient, of_gradients[name], 40 * 5 * 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("segment", "packed"), [(1, True), (2, False), (3, True)])
 def test_segments(segment: int, packed: bool, monkeypatch) -> None:
     """Ten chunks: in segments of one, in segments that divide them, and in others."""

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import export
 
 from refold import ops
@@ -75,6 +76,7 @@ def symbols(one):
     return shapes
 
 
+@pytest.mark.slow
 @one_in(2, ("name", "packed"), [*((n, False) for n in SIZES), *((n, True) for n in PACKED)])
 def test_one_program_serves_all_lengths(name, packed):
     calls = [given(name, 1, sum(lengths), lengths) for lengths in PACKS] if packed else None

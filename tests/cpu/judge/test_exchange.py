@@ -207,6 +207,7 @@ def test_json_goes_with_json():
         exchange.is_exchange("definition.json", "fast.py")
 
 
+@pytest.mark.slow
 def test_a_marked_test_passes_only_if_the_candidate_is_accepted(tmp_path):
     layer = "import torch\n\nclass {}(torch.nn.Module):\n    def forward(self, x):\n        return {}\n"
     inputs = "\ndef get_inputs():\n    return [torch.randn(4, 8)]\n"

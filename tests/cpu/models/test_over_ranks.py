@@ -1,5 +1,7 @@
 """Lean models on a sequence that ranks share: logits and states equal one device's, and decoding goes on from them."""
 
+import inspect
+
 import torch
 from torch.distributed import group
 
@@ -10,7 +12,7 @@ from refold.parallel import Cut
 from support.models import CONFIGS
 from support.ranks import on_ranks
 
-NAMES = [name for name in CONFIGS if name not in ("granite", "bamba")]
+NAMES = [name for name in CONFIGS if "group" in inspect.signature(model_for(CONFIGS[name]).forward).parameters]
 LENGTHS = 4, 1, 6
 
 

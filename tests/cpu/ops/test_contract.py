@@ -74,7 +74,7 @@ def test_properties_of_slow_backends(spec: OpSpec, backend: str, case: Case, nam
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("spec", "backend", "case"), list(cells(6)))
+@pytest.mark.parametrize(("spec", "backend", "case"), list(cells(6, "all_t25")))
 def test_half_precision(spec: OpSpec, backend: str, case: Case, dtype: str) -> None:
     given = problem(spec, case, dtype)
     for name in CORE:

@@ -161,7 +161,7 @@ def test_a_public_call_like_the_last_one_forms_no_signature(monkeypatch: pytest.
     x, dt, A, B, C, D, *_ = arrays()
     given = {"D": D, "dt_softplus": True, "dt_limit": (0.1, 2.0)}
     expected, _ = ops.ssd(x, dt, A, B, C, **given)
-    monkeypatch.setattr(registry, "_signature", lambda *_: pytest.fail("a signature was formed"))
+    monkeypatch.setattr(registry, "signature_of", lambda *_: pytest.fail("a signature was formed"))
     assert torch.equal(ops.ssd(x, dt, A, B, C, **given)[0], expected)
 
 

@@ -104,6 +104,7 @@ def run(rank, port):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -49,6 +49,7 @@ def test_contract_interpreted() -> None:
     assert not missing, f"no tests have the names {missing}"
 
 
+@pytest.mark.slow
 def test_sweeps_interpreted() -> None:
     """The sweeps of coupled carries and of running maxima, as a GPU runs them."""
     file = Path(__file__).parent.parent / "compiler" / "test_systems.py"

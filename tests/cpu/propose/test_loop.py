@@ -164,6 +164,7 @@ def test_a_rule_is_checked_where_it_is_used():
     assert "not equal to the original" in row.reason
 
 
+@pytest.mark.slow
 def test_an_accepted_source_runs_only_where_it_was_tried(tmp_path):
     once = proposer("file:" + str(write(tmp_path / "candidate.py", SOURCE)))
     search(source(ORIGINAL, role="original"), once, tmp_path / "run", RIGHT)
@@ -255,6 +256,7 @@ def test_a_replacement_follows_its_layer(tmp_path, monkeypatch):
             replaced(x, times)
 
 
+@pytest.mark.slow
 def test_a_replacement_that_would_not_see_its_layer_s_parameters_is_refused(tmp_path):
     """A list of parameters would go on with the values that the source drew for itself."""
     text = MODES.replace("class Model(", "class ModelNew(")
@@ -272,6 +274,7 @@ def test_a_replacement_that_would_not_see_its_layer_s_parameters_is_refused(tmp_
             guarded(module, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_replacement_is_compared_with_its_layer_at_its_first_call(tmp_path):
     """A view of parameters that the source drew for itself is no object that could be found; its numbers are."""
     text = MODES.replace("class Model(", "class ModelNew(")

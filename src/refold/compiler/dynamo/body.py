@@ -113,7 +113,7 @@ _OWN_SPELLINGS: dict[Any, Callable[..., Any]] = {
     aten.addbmm.default: _added_product(lambda a, b: torch.bmm(a, b).sum(0)),
     aten.addr.default: _added_product(lambda a, b: a.unsqueeze(1) * b),
     aten.addcmul.default: lambda x, a, b, value=1: torch.add(x, a * b, alpha=value),
-    aten.mv.default: lambda a, b: torch.mm(a, b.unsqueeze(1)).squeeze(1),
+    aten.mv.default: lambda a, b: (a * b).sum(1),
     aten.index_put.default: _replaced,
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _filled),
     aten.lerp.Scalar: _mixed,

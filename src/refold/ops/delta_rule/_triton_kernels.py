@@ -35,8 +35,8 @@ BF16 = tl.constexpr("widen" if launch.INTERPRETED else "ieee")
 
 @triton.jit
 def _share(v):
-    """Compute 1 / (1 + exp(-v)); below -80 it is zero beside anything that it is added to."""
-    return sigmoid(tl.where(v < -80.0, -80.0, v))
+    """Compute 1 / (1 + exp(-v)); below -80 it is zero beside anything that it is added to, and of -inf exactly zero."""
+    return tl.where(v == float("-inf"), 0.0, sigmoid(tl.where(v < -80.0, -80.0, v)))
 
 
 @triton.jit

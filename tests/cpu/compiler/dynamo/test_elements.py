@@ -74,6 +74,7 @@ def elements(size):
     return draw(2, STEPS, 3), draw(size, size, seed=1), draw(size, seed=2)
 
 
+@pytest.mark.slow
 @few
 @given(st.sampled_from(KINDS), st.integers(2, 4), st.booleans(), st.booleans())
 def test_elements_are_carries(kind, size, last, reverse):

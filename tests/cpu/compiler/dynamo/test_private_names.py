@@ -208,6 +208,7 @@ def each(symbols):
     return [[symbol] for symbol in symbols]
 
 
+@pytest.mark.slow
 @SHARES
 def test_the_door_to_dynamo_shuts_without_any_name_behind_it(share):
     (door,) = without(door=each(sorted(DYNAMO)[::share]))
@@ -218,6 +219,7 @@ def test_the_door_to_dynamo_shuts_without_any_name_behind_it(share):
         assert symbol.rpartition(":")[2] in printed, printed
 
 
+@pytest.mark.slow
 def test_one_kind_of_loop_is_off_without_a_name_of_its_iterator():
     (door,) = without(door=each(LOOPS))
     for symbol, printed in door.items():
@@ -226,6 +228,7 @@ def test_one_kind_of_loop_is_off_without_a_name_of_its_iterator():
         assert symbol.rpartition(":")[2] in printed, printed
 
 
+@pytest.mark.slow
 @SHARES
 def test_programs_are_compiled_without_any_name_that_the_compiler_needs(share):
     train = ["torch._inductor.compile_fx:compile_fx", "torch._functorch.compile_utils:fx_graph_cse"]
@@ -258,6 +261,7 @@ def test_a_layer_is_called_if_its_hooks_may_be_elsewhere(monkeypatch):
     assert none is None
 
 
+@pytest.mark.slow
 def test_one_thing_is_off_without_a_name_that_the_compiler_can_do_without():
     private, explain = without(private=each(OPTIONAL), explain=[OPTIONAL])
     for symbol, printed in private.items():
@@ -267,6 +271,7 @@ def test_one_thing_is_off_without_a_name_that_the_compiler_can_do_without():
     assert printed.count("warning ") == len(OPTIONAL)
 
 
+@pytest.mark.slow
 def test_operators_run_without_a_name_of_pytorch():
     (operators,) = without(operators=each(OPERATORS))
     for symbol, printed in operators.items():

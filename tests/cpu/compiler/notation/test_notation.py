@@ -135,6 +135,7 @@ def again(graph):
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_random_graphs_are_read_and_lowered(r):

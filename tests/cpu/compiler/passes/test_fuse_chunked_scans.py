@@ -232,6 +232,7 @@ def test_training_keeps_its_intermediates(rewritten):
     assert NAME not in outcome.names
 
 
+@pytest.mark.slow
 def test_dynamic_lengths_stay_right(rewritten):
     assert rewritten(Listing(), *inputs(), dynamic=True).worst() < 64 * unit_roundoff(torch.float32)
 

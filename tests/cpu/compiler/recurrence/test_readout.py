@@ -101,6 +101,7 @@ def test_values(fn, operator, batch, dtype):
     assert operators(run) == [operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
 def test_gradients(fn, operator):
     run, results = compiled(fn, verify="off"), []  # its own bound is that of this test

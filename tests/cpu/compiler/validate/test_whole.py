@@ -360,6 +360,7 @@ def test_results_of_few_elements_under_autocast():
     assert compare(lambda *_: (y,), lucky, lucky, [x, w], 64).reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("out", "against"), [(torch.bfloat16, "float32"), (torch.float32, "the original")])
 def test_what_does_not_fit_in_float64_is_compared_in_float32(monkeypatch, out, against):
     monkeypatch.setattr(dispatch, "BLOCK", 10)
