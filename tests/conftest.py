@@ -61,6 +61,8 @@ if find_spec("hypothesis"):
 
 LIMIT = 10
 """Seconds of the processor that a test without the mark ``slow`` may take in its own process."""
+BUSY = 1.5
+"""Processes a processor at which a machine is too busy to refuse a test."""
 FRAMEWORKS = 300
 """Who imports so many modules pays for a framework that later tests of the process find there."""
 SECONDS: dict[str, float] = {}
@@ -68,7 +70,7 @@ SECONDS: dict[str, float] = {}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Measure the processor time of a test, which a busy machine changes little."""
+    """Measure the processor time of a test. Where more runs than there are processors, it says too little to refuse."""
     before, modules = os.times(), len(sys.modules)
     result = yield
     spent = [
@@ -76,7 +78,8 @@ def pytest_runtest_call(item):
     ]  # its own, then its children's
     item.user_properties.append(("seconds", sum(spent)))
     free = item.get_closest_marker("slow") or os.environ.get("TRITON_INTERPRET") == "1"  # a child: its parent is slow
-    if sum(spent[:2]) > LIMIT and len(sys.modules) - modules < FRAMEWORKS and not free:
+    quiet = os.getloadavg()[0] < BUSY * (os.cpu_count() or 1)
+    if quiet and sum(spent[:2]) > LIMIT and len(sys.modules) - modules < FRAMEWORKS and not free:
         pytest.fail(f"it took {sum(spent[:2]):.0f} s of the processor: make it shorter, or mark it slow", pytrace=False)
     return result
 

@@ -9,7 +9,9 @@ pytest_plugins = ["pytester"]
 def test_a_long_test_fails_unless_it_is_marked(pytester, monkeypatch):
     source = (Path(__file__).parents[1] / "conftest.py").read_text()
     (pytester.path / "tests").mkdir()
-    (pytester.path / "tests" / "conftest.py").write_text(source.replace("LIMIT = 10", "LIMIT = 0.05"))
+    (pytester.path / "tests" / "conftest.py").write_text(
+        source.replace("LIMIT = 10", "LIMIT = 0.05").replace("BUSY = 1.5", "BUSY = 1e9")
+    )
     (pytester.path / "tests" / "test_x.py").write_text(
         "import pytest, time\n"
         "def work():\n"
