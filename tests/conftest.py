@@ -77,7 +77,8 @@ def pytest_runtest_call(item):
         after - start for after, start in zip(os.times()[:4], before, strict=False)
     ]  # its own, then its children's
     item.user_properties.append(("seconds", sum(spent)))
-    free = item.get_closest_marker("slow") or os.environ.get("TRITON_INTERPRET") == "1"  # a child: its parent is slow
+    free = any(map(item.get_closest_marker, ("slow", "exhaustive")))
+    free = free or os.environ.get("TRITON_INTERPRET") == "1"  # a child of a test, which counts as the test's
     quiet = os.getloadavg()[0] < BUSY * (os.cpu_count() or 1)
     if quiet and sum(spent[:2]) > LIMIT and len(sys.modules) - modules < FRAMEWORKS and not free:
         pytest.fail(f"it took {sum(spent[:2]):.0f} s of the processor: make it shorter, or mark it slow", pytrace=False)
