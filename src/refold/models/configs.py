@@ -465,6 +465,13 @@ def _granite(s: _Settings) -> HybridConfig:
     )
 
 
+_PLAIN: dict[str, Any] = {
+    "expert_dim": 0, "nexperts": 0, "experts_per_token": 0,
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_divisor": 1.0,
+}  # fmt: skip
+"""Of a hybrid without experts, whose layers add up as they are."""
+
+
 def _bamba(s: _Settings) -> HybridConfig:
     """Read Bamba: Granite's layers without multipliers and experts, half of each attention head rotated."""
     s.refuse("hidden_act", ("silu",), "silu")
@@ -483,13 +490,8 @@ def _bamba(s: _Settings) -> HybridConfig:
         rope_dim=_rope_dim(s, headdim, 0.5),
         shared_dim=s["intermediate_size"],
         mlp_bias=s.flag("mlp_bias", False),
-        expert_dim=0,
-        nexperts=0,
-        experts_per_token=0,
-        embedding_multiplier=1.0,
-        residual_multiplier=1.0,
         attention_multiplier=headdim**-0.5,
-        logits_divisor=1.0,
+        **_PLAIN,
         max_positions=s.size("max_position_embeddings", 262144),
         norm_eps=s.epsilon("rms_norm_eps", 1e-5),
         tied=s.flag("tie_word_embeddings", False),
@@ -535,13 +537,8 @@ def _qwen(outer: _Settings) -> HybridConfig:
         rope_theta=_rope_theta(s),
         rope_dim=_rope_dim(s, headdim, 0.25),
         shared_dim=s["intermediate_size"],
-        expert_dim=0,
-        nexperts=0,
-        experts_per_token=0,
-        embedding_multiplier=1.0,
-        residual_multiplier=1.0,
         attention_multiplier=headdim**-0.5,
-        logits_divisor=1.0,
+        **_PLAIN,
         max_positions=s.size("max_position_embeddings", 32768),
         norm_eps=eps,
         tied=outer.flag("tie_word_embeddings", s.flag("tie_word_embeddings", False)),
