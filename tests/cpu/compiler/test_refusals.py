@@ -425,7 +425,7 @@ NAMES = {
     "list-kind": "`seen`",
     "list-read": "`hs`",
     "loop-inside": "for k in range(16)",
-    "mixes-elements": "`w @ h` mixes elements of the carry `h`",
+    "mixes-elements": "`w @ h` pairs elements of the carry `h` with one another, as (24, 24)",
     "mode": "for t in range(T)",
     "no-gradient": "prims.sin.default has no gradient",
     "no-iteration-form": "`torch.conv1d(x[t, None], x[t, :1, None, None])`",
