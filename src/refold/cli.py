@@ -233,7 +233,7 @@ def verify(
         if sys.platform == "linux":
             from . import early
 
-            early.start()
+            early.start(level)
         _torch()
         from . import judge
 
@@ -370,12 +370,13 @@ def _search(
     if ":" in target:
         raise _Refusal(f"--propose takes a Python file with Model and get_inputs(), not {target}")
     with _stages("loading", quiet, verbose):
-        torch = _torch()
+        _torch()
         from . import judge
         from . import propose as proposers
 
         names = ("level", "accept", "dtype", "device", "train")
-        terms = judge.Terms(**{name: options.pop(name) for name in names}, threads=torch.get_num_threads())
+        threads = judge.threads(options["level"])
+        terms = judge.Terms(**{name: options.pop(name) for name in names}, threads=threads)
         original = judge.program(target, role="original")
         proposer = proposers.proposer(propose, base_url=base_url, prices=price)
         if proposer.destination:

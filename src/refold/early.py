@@ -18,13 +18,15 @@ _ENVIRONMENT = "PATH LANG LC_ALL CC CXX CUDA_HOME CUDA_PATH CUDA_VISIBLE_DEVICES
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # Inductor's pool of compile processes would outlive a call
 _CAREFUL = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}  # of glibc: look, and abort
 
+# Levels of a trial with one thread: times of several differ more from call to call, so that deciding takes longer.
+SINGLE = ("quick",)
 Started = tuple["subprocess.Popen[bytes]", socket.socket]
 _waiting: dict[int, Started] = {}  # by the threads that they are given
 
 
-def start() -> None:
-    """Start a process before it is asked for, if it can be guessed how many threads it is going to have."""
-    if (threads := _threads()) not in _waiting:
+def start(level: str) -> None:
+    """Start a process for a trial of a level before it is asked for, with as many threads as it is likely to have."""
+    if (threads := 1 if level in SINGLE else _threads()) not in _waiting:
         _waiting[threads] = _new(threads)
 
 

@@ -28,6 +28,7 @@ from .program import source as source
 from .sides import Tensors
 from .terms import LEVELS
 from .terms import Terms as Terms
+from .terms import threads as threads
 from .trial import Judge as Judge
 from .verdict import Verdict as Verdict
 
@@ -49,7 +50,7 @@ def judge(
         inputs: Example inputs; None takes them from ``get_inputs()`` in the original's file.
         allow_unsandboxed: Run the candidate although nothing confines it.
         nursery: Where to start its process, if several candidates are tried: starting torch takes a second or two.
-        terms: What `Terms` has; threads are those that torch uses here, unless said.
+        terms: What `Terms` has; threads are those of the level (`threads`), unless said.
 
     Returns:
         The verdict, with the check that decided and its numbers.
@@ -58,7 +59,7 @@ def judge(
         TargetError: A file does not exist or does not define what is judged.
         ArgumentError: An option has a value that it cannot have.
     """
-    chosen = Terms(**{"threads": torch.get_num_threads(), **terms})
+    chosen = Terms(**{"threads": threads(terms.get("level", Terms.level)), **terms})
     if inputs is not None and (not inputs or not all(isinstance(x, torch.Tensor) for x in inputs)):
         raise ArgumentError(f"inputs must be a non-empty sequence of tensors, not {inputs!r:.80}")
     if allow_unsandboxed and LEVELS[chosen.level].sandbox:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
+from ..early import SINGLE
 from ..errors import ArgumentError
 from ..verify.timing import LOOKS
 
@@ -58,6 +61,11 @@ LEVELS = {
 }
 
 
+def threads(level: str) -> int:
+    """Return the threads of a trial of a level: those that torch uses, and one at level quick."""
+    return 1 if level in SINGLE else torch.get_num_threads()
+
+
 @dataclass(frozen=True)
 class Terms:
     """The terms of a trial.
@@ -71,7 +79,7 @@ class Terms:
         nonfinite: ``strict`` refuses a candidate that returns NaN or infinities elsewhere than the original when an
             input holds one; ``finite-only`` notes it.
         tried: How many candidates were tried for this original. Each timing test then errs with 1 % divided by it.
-        threads: Threads of either side.
+        threads: Threads of either side. `judge` takes one at level quick, and else those that torch uses.
         timeout: Seconds that loading or one call may take.
         rival: ``best``: the candidate must be faster than the original, and than the original under ``torch.compile``,
             from level full on; ``eager``: the original.

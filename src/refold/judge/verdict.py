@@ -91,7 +91,7 @@ ADVICE = {
     "C3": "give in each call what you would give in the first",
     "C5": "do not depend on whether gradients are recorded",
     "C6": "depend on arguments and weights alone; keep nothing that a later call changes; or raise an exception",
-    "T1": "use no more threads than torch.get_num_threads()",
+    "T1": "use no more threads than torch.get_num_threads(), which is one at level quick",
     "T5": "do the work in the call",
     "T7": "make it faster, or judge with --accept right",
 }

@@ -10,7 +10,7 @@ from refold.judge import Nursery
 def test_the_command_line_starts_it_before_torch_is_imported():
     code = (
         "import sys\nfrom refold import cli, early\n"
-        "early.start = lambda: sys.exit(7 if 'torch' not in sys.modules else 8)\n"
+        "early.start = lambda level: sys.exit(7 if 'torch' not in sys.modules else 8)\n"
         "cli.app(['verify', 'a.py', 'b.py'], standalone_mode=False)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 7
@@ -19,8 +19,8 @@ def test_the_command_line_starts_it_before_torch_is_imported():
 def test_a_nursery_takes_the_process_that_waits(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(early, "_waiting", {})
-    early.start()
-    early.start()
+    early.start("full")
+    early.start("full")
     (waiting,) = early._waiting.values()
     other, careful = early.take(2), early.take(3, careful=True)
     assert other is not waiting
