@@ -15,6 +15,7 @@ import refold
 from refold import ops
 
 from ..compat import PACKAGES
+from ..errors import DeviceError
 from . import peers
 from .fusion_example import source
 
@@ -108,6 +109,8 @@ def _split_scan(
     layer: Any, projected: torch.Tensor, conv: Any, norm: torch.Tensor, eps: float, head_dim: int, groups: int
 ) -> torch.Tensor:
     """Call mamba-ssm's function for a whole Mamba-2 layer in training."""
+    if not projected.is_cuda:
+        raise DeviceError("mamba-ssm's kernels need a GPU")
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
     return mamba_split_conv1d_scan_combined(
