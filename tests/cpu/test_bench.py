@@ -30,6 +30,7 @@ from refold.bench import (
     suites,
     training,
 )  # fmt: skip
+from refold.bench.contest import contest
 from refold.bench.recurrences import in_turns, recurrences
 from refold.cli import app
 from refold.errors import ArgumentError, CapacityError
@@ -549,7 +550,19 @@ def test_programs_of_linear_attention_agree():
     wrong = {"refold": lambda q, k, v, g: v}
     inputs = [torch.randn(1, 6, 1, n) for n in (4, 4, 4, 1)]
     refused = linear_attention.measure(linear_attention.loop, wrong, inputs, 1e-4, 1)
-    assert refused["refused"] == refused["not_run"]["refold"] == "an error above 0.0001"
+    assert refused["not_run"] == {"refold": "an error above 0.0001"}
+    assert refused["refused"] == "refold: an error above 0.0001"
+
+
+@pytest.mark.parametrize("wrong", [lambda: torch.tensor([1.0, torch.nan]), lambda: 1 / 0], ids=["nan", "raises"])
+def test_a_contest_times_what_is_right_and_only_ours_refuse_the_row(wrong):
+    right, cpu = partial(torch.ones, 2), torch.device("cpu")
+    row, runs = contest({"eager": right, "fla": wrong}, lambda: torch.ones(2).double(), 1e-4, 1, cpu)
+    assert row["times_ms"].keys() == runs.keys() == {"eager"}
+    assert "refused" not in row
+    row, runs = contest({"eager": right, "refold": wrong}, lambda: torch.ones(2).double(), 1e-4, 1, cpu)
+    assert row["refused"] == f"refold: {row['not_run']['refold']}"
+    assert runs.keys() == {"eager"}
 
 
 def test_only_our_own_programs_refuse_a_row_of_training():
@@ -599,7 +612,7 @@ def test_a_slow_call_is_timed_once(monkeypatch):
     slow = 2 * language_models.SLOW_S
     found = list(
         language_models.in_turns(
-            ("a", "b"), "tiny", "read", (partial(call, 1.0), partial(call, slow)), 3, 1, counts.Counts(1, 1)
+            {"a": partial(call, 1.0), "b": partial(call, slow)}, "tiny", "read", 3, 1, counts.Counts(1, 1)
         )
     )
     assert [(row["median_s"], row["n"]) for row in found] == [(1.0, 3), (slow, 1)]

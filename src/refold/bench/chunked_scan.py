@@ -6,14 +6,16 @@ without TF32.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 import refold
 
-from ..verify import median_ms, race
+from .contest import BOUND, contest
 from .options import check_names
 from .progress import wanted
 from .rows import Row
@@ -53,7 +55,7 @@ class ChunkedScan(torch.nn.Module):
 
 @torch.no_grad()
 def chunked_scan(
-    *, device: str = "cuda", batch: int = 2048, returns: tuple[str, ...] = ("outputs", "state"), seconds: float = 10.0
+    *, device: str = "cuda", batch: int = 2048, returns: tuple[str, ...] = ("outputs", "state"), rounds: int = 15
 ) -> Iterator[Row]:
     """Time KernelBench's chunked Mamba-2 (level 3, problems 48 and 49): eager, torch.compile and refold."""
     sizes = {"batch": batch, "tokens": 128, "heads": 8, "states": 16, "chunk": 64}
@@ -65,16 +67,9 @@ def chunked_scan(
         torch.manual_seed(0)
         module = ChunkedScan(what, **sizes).to(at)
         x = torch.rand(sizes["batch"], sizes["tokens"], sizes["heads"], 64, device=at)
-        compiled, plain = refold.compile(module), torch.compile(module)
-        compiled(x), plain(x)
-        result = race(lambda: module(x), lambda: compiled(x), at, budget_s=seconds)  # noqa: B023
-        plain_ms = median_ms(lambda: plain(x), at)  # noqa: B023
-        yield {
-            "case": what,
-            **sizes,
-            "channels": 64,
-            "times_ms": {"eager": result.base_ms, "torch.compile": plain_ms, "refold": result.candidate_ms},
-            "speedup": result.speedup,
-            "speedup_at_least": result.at_least,
-            "report": compiled.report.to_dict(),
-        }
+        compiled = refold.compile(module)
+        programs = {"eager": module, "torch.compile": torch.compile(module), "refold": compiled}
+        calling = {name: partial(program, x) for name, program in programs.items()}
+        exact = lambda: copy.deepcopy(module).double()(x.double())  # noqa: B023, E731
+        row, _ = contest(calling, exact, BOUND["float32"], rounds, at)
+        yield {"case": what, **sizes, "channels": 64, **row, "report": compiled.report.to_dict()}

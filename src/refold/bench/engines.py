@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..engines import adapters
 from . import engine_kernels
+from .contest import relative, said, take_turns
 from .options import check_names
 from .progress import wanted
 from .rows import Row
-from .training import take_turns
 
 Given = dict[str, Any]
 Program = Callable[[Given], tuple[Tensor, Tensor]]
@@ -321,7 +321,7 @@ def _measure(runs: dict[str, Program], given: Given, rounds: int) -> Row:
     for name, run in runs.items():
         try:
             found = run(copied(given))
-            errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+            errors = [relative(a, b) for a, b in zip(found, expected, strict=True)]
             row["errors"][name] = max(errors)
             if not max(errors) <= BOUND:
                 row["not_run"][name] = f"an error above {BOUND}"
@@ -330,7 +330,7 @@ def _measure(runs: dict[str, Program], given: Given, rounds: int) -> Row:
                 graphs[name] = captured(run, given, layers)
             eager[name] = partial(run, copied(given))
         except Exception as error:  # whatever a kernel raises; the run goes on
-            row["not_run"][name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+            row["not_run"][name] = said(error)
     times = {"eager_ms": take_turns(eager, rounds, device), "median_ms": take_turns(graphs, rounds, device)}
     for key, taken in times.items():
         count = layers if key == "median_ms" else 1

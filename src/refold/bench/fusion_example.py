@@ -1,7 +1,7 @@
 """The language model of the published kernel-fusion example: eager, torch.compile and refold in one run.
 
 Default sizes are the published ones: 8 layers, width 1024, 32 states, 512 tokens, a vocabulary of 16384. A row has
-interleaved times, peak memory beyond the weights, and the difference of the logits. float32 runs without TF32.
+times in turns, and peak memory beyond the weights. float32 runs without TF32.
 
 With ``checkout``, a folder of the published code (github.com/TimoSaemann/mamba-llm-fused-kernel), the model is its own
 baseline, which has 1024 channels, and its own CUDA program runs next to it with the same weights. ``errors`` are
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,22 +25,14 @@ from torch.overrides import TorchFunctionMode
 import refold
 
 from ..errors import ArgumentError, DeviceError
-from ..verify import race
 from ..verify.memory import peak_bytes
 from ..verify.profile import longest, profiling, take
-from ..verify.timing import median_ms
+from .contest import contest, said
 from .options import DTYPES, VERIFY, check_names
 from .progress import wanted
 from .rows import Row
 
 VOCABULARY = 16384
-
-
-def first_call(run: Callable[[], object]) -> float:
-    """Return the seconds that a call takes which compiles."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def source(file: str) -> ModuleType:
@@ -68,7 +59,7 @@ def fusion_example(
     tokens: int = 512,
     width: int = 1024,
     state: int = 32,
-    seconds: float = 10.0,
+    rounds: int = 15,
     inductor: bool = False,
     verify: str = "quick",
     checkout: str = "",
@@ -98,17 +89,14 @@ def fusion_example(
             }
             given: Row = {"case": what, **sizes, "tokens": tokens, "dtype": name, "batch": rows}
             with torch.device(at):  # where the published code makes its norms in each call
+                not_run = {}
                 if checkout:
-                    given |= {"not_run": {}}
                     try:
                         programs |= {"published CUDA": published(checkout, model, made, at)}
                     except Exception as error:  # no device, no compiler, other versions: the others run
-                        given["not_run"]["published CUDA"] = (
-                            f"not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                        )
-                runs: dict[str, Callable[[], Any]] = {k: partial(program, ids) for k, program in programs.items()}
-                given |= measure(runs, at, seconds)
-                yield given | compared(runs, model, ids)
+                        not_run["published CUDA"] = f"not run: {said(error)}"
+                row = measure(programs, model, ids, rounds)
+                yield given | row | {"not_run": not_run | row["not_run"]}
 
 
 def published(checkout: str, model: Any, sizes: dict[str, int], device: torch.device) -> Any:
@@ -134,36 +122,24 @@ class _Wide(TorchFunctionMode):
 
 
 @torch.no_grad()
-def compared(runs: dict[str, Callable[[], torch.Tensor]], model: torch.nn.Module, ids: torch.Tensor) -> Row:
-    """Compare programs with the model in float64, and list what they launch."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Wide():
-            exact = copy.deepcopy(model).double()(ids)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    errors = {name: float((run().double() - exact).norm() / exact.norm()) for name, run in runs.items()}
+def measure(programs: dict[str, Callable[..., Any]], model: torch.nn.Module, ids: torch.Tensor, rounds: int) -> Row:
+    """Compare programs with the model in float64, time them, and list what they launch."""
+
+    def exact() -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            with _Wide():
+                found: torch.Tensor = copy.deepcopy(model).double()(ids)
+                return found
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    calling = {name: partial(program, ids) for name, program in programs.items()}
+    row, runs = contest(calling, exact, None, rounds, ids.device)
     with profiling():
         kernels = {name: take(name, run, ids.device) for name, run in runs.items()}
-    return {
-        "errors": errors,
+    return row | {
+        "peak_bytes": {name: peak_bytes(run, ids.device) for name, run in runs.items()},
         "launches": {name: sum(one["count"] for one in found) for name, found in kernels.items()},
         "longest": {name: longest(found) for name, found in kernels.items()},
-    }
-
-
-@torch.no_grad()
-def measure(runs: dict[str, Callable[[], torch.Tensor]], device: torch.device, seconds: float) -> Row:
-    """Time programs, compare their results with eager's, and return a row."""
-    first_call_s = {name: first_call(run) for name, run in runs.items()}
-    times_ms = {name: median_ms(run, device, budget_s=2.0) for name, run in runs.items()}
-    result = race(runs["eager"], runs["refold"], device, budget_s=seconds)
-    expected, found = runs["eager"]().double(), runs["refold"]().double()
-    return {
-        "first_call_s": first_call_s,
-        "times_ms": {**times_ms, "eager": result.base_ms, "refold": result.candidate_ms},
-        "speedup_over_eager": result.speedup,
-        "speedup_at_least": result.at_least,
-        "peak_bytes": {name: peak_bytes(run, device) for name, run in runs.items()},
-        "difference": float((found - expected).norm() / expected.norm()),
     }

@@ -109,9 +109,10 @@ def generation_cpu(*, tokens: int = 16, seqlen: int = 1024, repeats: int = 6) ->
     assert isinstance(model, Mamba2Config)
     generator = cache(lambda: Generator(model, random_params(model)))
     if wanted(case=f"{name} decode batch 1"):
-        calls = decoder(generator(), 1, tokens), transformers_decoder(of_transformers(model), 1, 4, tokens)
+        peer = transformers_decoder(of_transformers(model), 1, 4, tokens)
+        calls = {"jax": decoder(generator(), 1, tokens), "transformers": peer}
         need, xla = counts.decode(model, 1, 4), xla_counts(generator(), 1)
-        yield from in_turns(("jax", "transformers"), name, "decode batch 1", calls, repeats, tokens, need, xla)
+        yield from in_turns(calls, name, "decode batch 1", repeats, tokens, need, xla)
     if wanted(case=f"{name} decode batch 16"):
         many = decoder(generator(), 16, tokens)
         many()

@@ -26,6 +26,7 @@ from ..models import counts
 from ..models.checkpoint import layout, random_params
 from ..models.configs import Config, Mamba2Config, MambaConfig
 from . import peers
+from .contest import said
 from .language_models import MODELS, PAST, in_turns, not_run, row, seconds
 from .options import DTYPES, check_names
 from .progress import wanted
@@ -302,7 +303,7 @@ def rival_rows(
         work = need if isinstance(need, counts.Counts) else need(call)
         yield measured(rival.backend, name, what, call, work, repeats, rounds)
     except Exception as error:  # whatever another package raises; the run goes on
-        yield not_run(rival.backend, name, what, f"{type(error).__name__}: {str(error)[:200]}")
+        yield not_run(rival.backend, name, what, said(error))
 
 
 def generation_torch_cpu(*, tokens: int = 16, seqlen: int = 256, repeats: int = 6) -> Iterator[Row]:
@@ -311,11 +312,11 @@ def generation_torch_cpu(*, tokens: int = 16, seqlen: int = 256, repeats: int = 
     assert isinstance(model, Mamba2Config)
     generator = cache(lambda: Generator(model, random_params(model)))
     peer = cache(lambda: peers.of_transformers(model))
-    backends = ("torch", "transformers")
     if wanted(case=f"{name} decode batch 1"):
-        calls = decoder(generator(), 1, 4, tokens), peers.transformers_decoder(peer(), 1, 4, tokens)
-        yield from in_turns(backends, name, "decode batch 1", calls, repeats, tokens, counts.decode(model, 1, 4))
+        other = peers.transformers_decoder(peer(), 1, 4, tokens)
+        calls = {"torch": decoder(generator(), 1, 4, tokens), "transformers": other}
+        yield from in_turns(calls, name, "decode batch 1", repeats, tokens, counts.decode(model, 1, 4))
     if wanted(case=f"{name} prefill {seqlen}"):
         need = counts.prefill(model, 1, seqlen, 64, 4)
-        calls = reader(generator(), seqlen), peers.transformers_reader(peer(), seqlen)
-        yield from in_turns(backends, name, f"prefill {seqlen}", calls, min(repeats, 3), 1, need)
+        calls = {"torch": reader(generator(), seqlen), "transformers": peers.transformers_reader(peer(), seqlen)}
+        yield from in_turns(calls, name, f"prefill {seqlen}", min(repeats, 3), 1, need)

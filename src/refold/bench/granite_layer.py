@@ -10,9 +10,9 @@ otherwise.
 from __future__ import annotations
 
 import copy
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import transformers
@@ -21,11 +21,11 @@ import refold
 
 from ..verify.memory import peak_bytes
 from ..verify.profile import longest, profiling, take
-from .layers import Program, granite
+from .contest import BOUND, Program, contest
+from .layers import granite
 from .options import check_names
 from .progress import wanted
 from .rows import Row
-from .training import BOUND, take_turns
 
 WIDTH = 1536
 CASES = ("granite-4.0-h-tiny", "multiply-sum")
@@ -83,51 +83,26 @@ def reference(program: Program, inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def compared(program: Program, others: dict[str, Program], inputs: list[torch.Tensor], rounds: int) -> Row:
-    """Compile a program, compare all others with it, and time those that give the same; return the row."""
+    """Compile a program, and time it, eager and others."""
     device, bound = inputs[0].device, BOUND[str(inputs[0].dtype)[6:]]
     torch.compiler.reset()
     compiled = refold.compile(program, cache=False)
     start = time.perf_counter()
     with profiling():
         compiled(*inputs)
-        first_call_s = time.perf_counter() - start
-        graph = compiled.report.graphs[0]
-        kernels = dict(graph.kernels)
-        programs: dict[str, Program] = {
-            "eager": program,
-            "torch.compile": torch.compile(program),
-            "refold": compiled,
-            **others,
-        }
-        row: Row = {"first_call_s": first_call_s, "errors": {}, "not_run": {}}
-        runs: dict[str, Callable[[], object]] = {}
-        expected = reference(program, inputs)
-        for who, one in programs.items():
-
-            def run(one: Program = one) -> torch.Tensor:
-                return one(*inputs)
-
-            try:
-                off = float((run().double() - expected).norm() / expected.norm())
-            except Exception as error:  # whatever another package raises; the run goes on
-                row["not_run"][who] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                continue
-            row["errors"][who] = off
-            if off <= bound:
-                runs[who] = run
-                kernels[who] = kernels.get(who) or take(who, run, device)
-            else:
-                row["not_run"][who] = f"an error above {bound}"
-                row |= {"refused": row["not_run"][who]} if who == "refold" else {}
-        del expected
-    times = take_turns(runs, rounds, device)
+    first_call_s = time.perf_counter() - start
+    graph = compiled.report.graphs[0]
+    programs: dict[str, Program] = {"eager": program, "refold": compiled, **others}
+    programs["torch.compile"] = torch.compile(program)
+    calling = {name: partial(one, *inputs) for name, one in programs.items()}
+    row, runs = contest(calling, partial(reference, program, inputs), bound, rounds, device)
+    with profiling():
+        kernels = {name: graph.kernels.get(name) or take(name, run, device) for name, run in runs.items()}
     return {
         **row,
-        "times_ms": {who: statistics.median(found) for who, found in times.items()},
-        "p20_ms": {who: found[len(found) // 5] for who, found in times.items()},
-        "p80_ms": {who: found[len(found) * 4 // 5] for who, found in times.items()},
-        "peak_bytes": {who: graph.peak_bytes.get(who) or peak_bytes(run, device) for who, run in runs.items()},
-        "longest": {who: longest(found) for who, found in kernels.items() if found},
-        "kernels": {who: sum(one["count"] for one in found) for who, found in kernels.items() if found},
+        "first_call_s": first_call_s,
+        "peak_bytes": {name: graph.peak_bytes.get(name) or peak_bytes(run, device) for name, run in runs.items()},
+        "longest": {name: longest(found) for name, found in kernels.items() if found},
+        "kernels": {name: sum(one["count"] for one in found) for name, found in kernels.items() if found},
         "report": compiled.report.to_dict(),
     }

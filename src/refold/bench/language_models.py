@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,30 +60,28 @@ def row(
             **(extra or {})}  # fmt: skip
 
 
-def in_turns(
-    backends: tuple[str, str],
-    name: str,
-    what: str,
-    calls: tuple[Callable[[], Any], Callable[[], Any]],
-    repeats: int,
-    rounds: int,
-    need: counts.Counts,
-    extra: dict[str, Any] | None = None,
-) -> Iterator[Row]:
-    """Time two calls turn by turn; ``extra`` belongs to the first row.
+def turns(calls: Mapping[str, Callable[[], Any]], repeats: int, rounds: int) -> dict[str, list[float]]:
+    """Time calls turn by turn: seconds per unit of work.
 
     The first call of each, which may compile, does not count. If it takes longer than `SLOW_S`, it is the only one.
     """
-    times: tuple[list[float], list[float]] = ([], [])
-    first = [seconds(call, 1, rounds)[0] for call in calls]
+    first = {name: seconds(call, 1, rounds) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
-        for call, took, found in zip(calls, first, times, strict=True):
-            if took * rounds > SLOW_S:
-                found[:] = [took]
-            else:
-                found += seconds(call, 1, rounds)
-    for backend, found, more in zip(backends, times, (extra, None), strict=True):
-        yield row(backend, name, what, found, need, more)
+        for name, call in calls.items():
+            if first[name][0] * rounds <= SLOW_S:
+                times[name] += seconds(call, 1, rounds)
+    return {name: found or first[name] for name, found in times.items()}
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], Any]], name: str, what: str, repeats: int, rounds: int, need: counts.Counts,
+    extra: dict[str, Any] | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """Time calls turn by turn, by their backends; ``extra`` belongs to the first row."""
+    for backend, found in turns(calls, repeats, rounds).items():
+        yield row(backend, name, what, found, need, extra)
+        extra = None
 
 
 def not_run(backend: str, name: str, what: str, why: str) -> Row:

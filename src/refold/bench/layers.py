@@ -5,7 +5,6 @@ All programs of a layer share its weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from refold import ops
 from ..compat import PACKAGES
 from ..errors import DeviceError
 from . import peers
+from .contest import Program
 from .fusion_example import source
-
-Program = Callable[..., torch.Tensor]
 
 
 def mamba1(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:

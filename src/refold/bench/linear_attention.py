@@ -1,14 +1,11 @@
 """Linear attention with several kinds of decay: a state of keys times values, one token at a time.
 
 All programs of a case get the same inputs. They are compared with the loop in float64, over the first tokens of the
-first row. Programs that are right are timed in turns, each after the L2 cache was overwritten. Programs that cannot
-run, fla's kernels among them, are named under ``not_run``.
+first row, and timed in turns, each after the L2 cache was overwritten.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +16,10 @@ from torch import Tensor
 
 import refold
 
+from .contest import BOUND, contest
 from .options import VERIFY, check_names
 from .progress import wanted
 from .rows import Row
-from .training import BOUND, take_turns
 
 Program = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 HEAD = 256
@@ -161,35 +158,18 @@ def linear_attention(
 def measure(reference: Program, programs: dict[str, Program], inputs: list[Tensor], bound: float, rounds: int) -> Row:
     """Check programs against the loop in float64, and time those that are right."""
     short: Any = [a.detach()[:1, :HEAD].double() for a in inputs]
-    expected, grad = reference(*short), inputs[0].requires_grad
-    row: Row = {"first_call_s": {}, "errors": {}, "not_run": {}}
-    runs: dict[str, Callable[[], object]] = {}
-    dy = torch.randn_like(inputs[2])
-    for name, program in programs.items():
+    grad, dy = inputs[0].requires_grad, torch.randn_like(inputs[2])
 
-        def run(program: Program = program) -> Tensor:
-            with torch.set_grad_enabled(grad):
-                y = program(*inputs)
-            if grad:
-                torch.autograd.grad(y, inputs, dy, allow_unused=True)
-            return y.detach()
+    def run(program: Program) -> Tensor:
+        with torch.set_grad_enabled(grad):
+            y = program(*inputs)
+        if grad:
+            torch.autograd.grad(y, inputs, dy, allow_unused=True)
+        return y.detach()
 
-        start = time.perf_counter()
-        try:
-            y = run()
-        except (ImportError, AttributeError, torch.OutOfMemoryError) as error:
-            row["not_run"][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            continue
-        row["first_call_s"][name] = time.perf_counter() - start
-        row["errors"][name] = float((y[:1, :HEAD].double() - expected).norm() / expected.norm())
-        if row["errors"][name] <= bound:
-            runs[name] = run
-        else:
-            row["not_run"][name] = row["refused"] = f"an error above {bound}"
-    times = take_turns(runs, rounds, inputs[0].device)
-    return {
-        **row,
-        "median_ms": {name: statistics.median(values) for name, values in times.items()},
-        "p20_ms": {name: values[len(values) // 5] for name, values in times.items()},
-        "p80_ms": {name: values[len(values) * 4 // 5] for name, values in times.items()},
-    }
+    calling = {name: partial(run, program) for name, program in programs.items()}
+    row, _ = contest(
+        calling, lambda: reference(*short), bound, rounds, inputs[0].device, medians="median_ms",
+        compared=lambda y: y[:1, :HEAD],
+    )  # fmt: skip
+    return row

@@ -8,10 +8,9 @@ compared with the model in float64 before anything is timed. Programs take turns
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +21,11 @@ import refold
 
 from ..compat import PACKAGES
 from ..errors import ArgumentError, RefoldWarning
-from .layers import Program
+from .contest import BOUND, contest
 from .options import check_names
 from .peers import hidden
 from .progress import wanted
 from .rows import Row
-from .training import BOUND, take_turns
 
 # The configurations name the same sizes in three ways.
 _MAMBA1 = {"state_size": 16}
@@ -157,40 +155,16 @@ def models(
 @torch.no_grad()
 def measure(model: Any, programs: dict[str, Any], x: Tensor, bound: float, rounds: int) -> Row:
     """Check the programs of a model, and time those that are right in turns."""
-    wide = copy.deepcopy(model).double()
-    wide.set_experts_implementation("eager")  # a grouped product of matrices takes no float64
-    exact = _call(wide, x.double())
-    row: Row = {"first_call_s": {}, "errors": {}, "not_run": {}}
-    runs: dict[str, Callable[[], object]] = {}
-    for who, program in programs.items():
-        if program is None:
-            row["not_run"][who] = "refold has no forward for its layers"
-            continue
 
-        def run(program: Program = program) -> Tensor:
-            return _call(program, x)
+    def exact() -> Tensor:
+        wide = copy.deepcopy(model).double()
+        wide.set_experts_implementation("eager")  # a grouped product of matrices takes no float64
+        return _call(wide, x.double())
 
-        start = time.perf_counter()
-        try:
-            error = float((run().double() - exact).norm() / exact.norm())
-        except Exception as failure:  # whatever a program raises; the others are measured
-            said = str(failure).partition("\n")[0][:200]
-            row["not_run"][who] = row["refused"] = f"{who}: {type(failure).__name__}: {said}"
-            continue
-        row["first_call_s"][who], row["errors"][who] = time.perf_counter() - start, error
-        if error <= bound:
-            runs[who] = run
-        else:
-            row["not_run"][who] = row["refused"] = f"{who}: an error above {bound}"
-    del wide, exact
-    times = take_turns(runs, rounds, x.device)
-    return {
-        **row,
-        "times_ms": {who: statistics.median(found) for who, found in times.items()},
-        "best_ms": {who: found[0] for who, found in times.items()},
-        "p20_ms": {who: found[len(found) // 5] for who, found in times.items()},
-        "p80_ms": {who: found[len(found) * 4 // 5] for who, found in times.items()},
-    }
+    calling = {name: partial(_call, program, x) for name, program in programs.items() if program is not None}
+    row, _ = contest(calling, exact, bound, rounds, x.device)
+    row["not_run"] |= dict.fromkeys(programs.keys() - calling.keys(), "refold has no forward for its layers")
+    return row
 
 
 def _call(model: Any, x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ alike.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import ops
 from .compile_time import compile_time
+from .contest import BOUND, contest
 from .progress import wanted
 from .recurrences import recurrences
 from .rows import Row
@@ -56,32 +57,12 @@ def associative(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tenso
     return torch.einsum("btdn,btn->btd", states, C)
 
 
-def timed(case: str, runners: dict[str, Callable[..., Any]], inputs: tuple[Any, ...], rounds: int) -> Row:
-    """Check that all agree, then time them in turns.
-
-    Args:
-        case: What is computed.
-        runners: Functions of the inputs; the first one, refold, is what the others are compared with.
-        inputs: Their arguments.
-        rounds: How often each runs.
-    """
-    truth = runners["refold"](*inputs)
-    row: Row = {"case": case, "rounds": rounds}
-    row["differences"] = {
-        label: float((runner(*inputs) - truth).abs().max() / truth.abs().max()) for label, runner in runners.items()
-    }
-    if not max(row["differences"].values()) < 1e-4:
-        return row | {"refused": "results differ by more than 1e-4 of the largest"}
-    times: dict[str, list[float]] = {label: [] for label in runners}
-    for _ in range(rounds):
-        for label, runner in runners.items():
-            start = time.perf_counter()
-            runner(*inputs)
-            times[label].append((time.perf_counter() - start) * 1e3)
-    return row | {
-        "times_ms": {label: sorted(t)[len(t) // 2] for label, t in times.items()},
-        "fastest_ms": {label: min(t) for label, t in times.items()},
-    }
+def compared(case: str, programs: dict[str, Callable[..., Any]], inputs: tuple[Tensor, ...], rounds: int) -> Row:
+    """Time programs of the same inputs in turns; the operator of ours, in float64, is what all are compared with."""
+    exact = partial(programs["refold"], *(a.double() for a in inputs))
+    calling = {name: partial(program, *inputs) for name, program in programs.items()}
+    row, _ = contest(calling, exact, BOUND["float32"], rounds, inputs[0].device)
+    return {"case": case, "rounds": rounds, **row}
 
 
 def cpu(*, tokens: int = 1024, rounds: int = 5, steps: int = 256, transformers: bool = True) -> Iterator[Row]:
@@ -108,7 +89,7 @@ def operators(*, tokens: int, rounds: int, transformers: bool) -> Iterator[Row]:
             "loop, channels first": channels_first_loop,
             "compiled associative scan": torch.compile(associative),
         }
-        yield timed(case, runners, (x, dt, A, B, C), rounds)
+        yield compared(case, runners, (x, dt, A, B, C), rounds)
     if wanted(case=(case := f"ssd 1 x {tokens} x 24 x 64, n=128")):
         torch.manual_seed(0)
         x, dt, A = torch.randn(1, tokens, 24, 64), torch.rand(1, tokens, 24) * 0.1, -torch.rand(24)
@@ -119,4 +100,4 @@ def operators(*, tokens: int, rounds: int, transformers: bool) -> Iterator[Row]:
 
             for size in (64, 128, 256):
                 runners[f"transformers, chunks of {size}"] = lambda *inputs, size=size: mamba2_chunk_scan(*inputs, size)
-        yield timed(case, runners, (x, dt, A, B, C), rounds)
+        yield compared(case, runners, (x, dt, A, B, C), rounds)

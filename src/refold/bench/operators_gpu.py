@@ -44,6 +44,7 @@ from ..ops.arrays import meta_of
 from ..ops.spec import Meta, OpSpec, load
 from ..ops.timed import Timed, operator_suites
 from ..verify.profile import longest, profiling, take
+from .contest import said
 from .progress import wanted
 from .rows import Row
 
@@ -228,7 +229,7 @@ def rivals(case: Case) -> Row:
                 with profiling():
                     row.setdefault("longest", {})[name] = longest(take(name, run, device))
         except Exception as error:  # whatever another package raises; the run goes on
-            row[f"{name}_ms"] = f"not run: {type(error).__name__}: {str(error)[:200]}"
+            row[f"{name}_ms"] = f"not run: {said(error)}"
     return row
 
 

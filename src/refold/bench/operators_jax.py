@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import torch
 
 import refold
 
+from .language_models import seconds
 from .progress import wanted
 from .rows import Row
 
@@ -62,7 +63,8 @@ def ssd_jax(
         start = time.perf_counter()
         compiled = jax.jit(fn).lower(*arrays).compile()
         row[f"{name}_compile_s"] = time.perf_counter() - start
-        row[f"{name}_ms"] = _median_ms(compiled, arrays, rounds)
+        times = seconds(lambda: jax.block_until_ready(compiled(*arrays)), rounds + 2)  # noqa: B023
+        row[f"{name}_ms"] = 1e3 * statistics.median(times[2:])
         row[f"{name}_temporary_bytes"] = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
     yield row
 
@@ -74,12 +76,3 @@ def _error(y: jax.Array, given: tuple[jax.Array, ...]) -> float:
     want = refold.ops.ssd(x, dt, A, B, C, D=D, dt_bias=bias, dt_softplus=True, backend="torch")[0]
     got = torch.from_numpy(np.array(y[:1, :HEAD], np.float32)).double()
     return float((got - want).norm() / want.norm())
-
-
-def _median_ms(run: Callable[..., Any], arrays: tuple[jax.Array, ...], rounds: int) -> float:
-    times = []
-    for _ in range(rounds + 2):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*arrays))
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[2:])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..models.configs import Mamba2Config, MambaConfig
+from .contest import said
 
 Call = Callable[[], None]
 
@@ -24,7 +25,7 @@ def absent(*modules: str) -> str | None:
         try:
             import_module(name)
         except (ImportError, OSError) as error:  # the second from a library of other versions
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return said(error)
     return None
 
 

@@ -9,7 +9,6 @@ greedily, that are those of float64. With ``exact=false`` there is neither.
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,8 @@ import numpy as np
 
 from ..errors import DeviceError
 from ..models.configs import Mamba2Config
-from .language_models import MODELS, seconds
+from .contest import said
+from .language_models import MODELS, turns
 from .options import check_names
 from .progress import wanted
 from .rows import Row
@@ -77,7 +77,7 @@ def compared(
         except Exception as error:  # whatever another package raises; the others run
             if who != PEER:
                 raise
-            not_run[who] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            not_run[who] = said(error)
     more: dict[str, Row] = {"decode": {}, "prefill": {}}
     if exact:
         wide = jax.tree.map(lambda x: x.astype(np.float64), plain)
@@ -90,15 +90,10 @@ def compared(
         more["decode"]["steps"] = steps
     for kind, case in what.items():
         calls = {who: getattr(one, kind) for who, one in programs.items()}
-        times: dict[str, list[float]] = {who: [] for who in calls}
-        for who in calls:
-            calls[who]()
-        for _ in range(repeats):
-            for who, call in calls.items():
-                times[who] += seconds(call, 1, steps if kind == "decode" else 1)
+        times = turns(calls, repeats, steps if kind == "decode" else 1)
         yield {
             "case": case, "dtype": str(params["embedding"].dtype), "batch": 1, "tokens": past,
-            "times_ms": {who: 1e3 * statistics.median(found) for who, found in times.items()},
+            "times_ms": {who: 1e3 * float(np.median(found)) for who, found in times.items()},
             "best_ms": {who: 1e3 * min(found) for who, found in times.items()}, "not_run": not_run, **more[kind],
             **({"longest": {PEER: "one loop on the device"}} if kind == "decode" and PEER in programs else {}),
         }  # fmt: skip

@@ -94,7 +94,7 @@ def _with(option: str) -> str:
     return next(name for name, calls in found.items() if option in signature(calls).parameters)
 
 
-_FUSION = {"dtype": ("float32",), "seconds": 2.0}
+_FUSION = {"dtype": ("float32",), "rounds": 7}
 _LAYER = {"case": ("granite-4.0-h-tiny",), "rounds": 7}
 _LINE = {"case": ("multiply-sum",), "dtype": ("float32",), "rounds": 7}
 _SHAPES = {"shapes": ("1x1024x80", "1x8192x80", "1x131072x80", "8x4096x80")}

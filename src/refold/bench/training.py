@@ -1,18 +1,15 @@
 """Layers in training: naive code with eager, torch.compile and refold; the same layer with refold.ops, and mamba-ssm.
 
 All programs of a layer share one set of weights. A call is a forward and the gradients of the input and of all weights.
-Programs take turns. A turn is a few calls in a row, and the host does not wait between them, as between the layers of a
-model; the L2 cache is overwritten before each turn. Results and gradients are compared with the naive layer in float64,
-in eager, sequence by sequence. A program is timed only if it is right, and a row is refused if one of ours is not.
-Eager is the measure of what the dtype gives, so it is timed whatever its error. Programs that cannot run, or are wrong,
-mamba-ssm's kernels among them, are named under ``not_run``.
+A turn is a few calls in a row, and the host does not wait between them, as between the layers of a model; the L2 cache
+is overwritten before each turn. Results and gradients are compared with the naive layer in float64, in eager, sequence
+by sequence.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -21,27 +18,21 @@ import refold
 from ..errors import ArgumentError
 from ..verify.memory import peak_bytes
 from ..verify.profile import profiling, take
-from .layers import LAYERS, Program
+from .contest import BOUND, Program, contest
+from .layers import LAYERS
 from .options import VERIFY, check_names
 from .progress import wanted
 from .rows import Row
 
-# Relative L2 error of a result or gradient. A naive layer in bfloat16 is itself that far off, or farther.
-BOUND = {"bfloat16": 5e-2, "float32": 1e-4}
-# A program that takes longer is called a few times only.
-SLOW_MS = 200.0
-# The programs that may refuse a row.
-OURS = ("refold", "refold.ops")
-
 
 def gradients(run: Program, u: torch.Tensor, weights: list[torch.nn.Parameter], dy: torch.Tensor) -> list[torch.Tensor]:
-    """Return a program's result, and its gradients: of the input, and of the weights."""
+    """Compute a program's result, and its gradients: of the input, and of the weights."""
     y = run(u)
     return [y.detach(), *torch.autograd.grad(y, [u, *weights], dy)]
 
 
 def reference(layer: torch.nn.Module, u: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    """Return the same in float64 by the naive layer, one sequence at a time."""
+    """Compute the same in float64 by the naive layer, one sequence at a time."""
     narrow = {name: weight.detach().clone() for name, weight in layer.named_parameters()}
     layer.double()
     try:
@@ -56,45 +47,8 @@ def reference(layer: torch.nn.Module, u: torch.Tensor, dy: torch.Tensor) -> list
             weight.data = narrow[name]
 
 
-def errors(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    """Return relative L2 errors."""
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
-
-
-def take_turns(
-    runs: dict[str, Callable[[], object]], rounds: int, device: torch.device, calls: int = 1
-) -> dict[str, list[float]]:
-    """Return the sorted times of a call, in milliseconds, of programs that take turns; slow ones get fewer of them.
-
-    On a GPU, a turn is ``calls`` calls in a row, and the host does not wait between them. It waits before the first
-    call, and the L2 cache is overwritten then.
-    """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    flush = torch.empty(1 << 28, dtype=torch.float32, device=device) if device.type == "cuda" else None
-    for i in range(rounds + 2):
-        for name, run in runs.items():
-            if i > 4 and times[name][0] > SLOW_MS:
-                continue
-            if flush is None:
-                start = time.perf_counter()
-                run()
-                ms = (time.perf_counter() - start) * 1e3
-            else:
-                flush.zero_()
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                many = 1 if times[name] and times[name][0] > SLOW_MS else calls
-                begin.record()
-                for _ in range(many):
-                    run()
-                end.record()
-                end.synchronize()
-                ms = begin.elapsed_time(end) / many
-            times[name] += [ms] if i >= 2 else []
-    return {name: sorted(found) for name, found in times.items()}
-
-
 def longest_kernels(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, int]]:
-    """Return the kernels that take longest in a call: name, milliseconds, how often."""
+    """List the kernels that take longest in a call: name, milliseconds, how often."""
     with profiling():
         found = take("call", run, device)
     return [(kernel["name"], kernel["ms"], kernel["count"]) for kernel in found[:25]]
@@ -125,7 +79,8 @@ def training(
     at = torch.device(device)
     for name in layers:
         make, own = LAYERS[name]
-        if not wanted(case=name, width=width or own, batch=batch, tokens=tokens, dtype=dtype):
+        what: Row = {"case": name, "width": width or own, "batch": batch, "tokens": tokens, "dtype": dtype}
+        if not wanted(**what):
             continue
         torch.manual_seed(0)
         torch.compiler.reset()
@@ -137,16 +92,7 @@ def training(
         programs |= {"torch.compile": torch.compile(layer)} if inductor else {}
         u = torch.randn(batch, tokens, width or own, device=at).to(getattr(torch, dtype)).requires_grad_()
         row = measure(layer, programs, u, BOUND[dtype] if gate else None, rounds, kernels, calls)
-        yield {
-            "case": name,
-            "width": width or own,
-            "batch": batch,
-            "tokens": tokens,
-            "dtype": dtype,
-            "calls": calls,
-            **row,
-            "report": compiled.report.to_dict(),
-        }
+        yield {**what, "calls": calls, **row, "report": compiled.report.to_dict()}
 
 
 def measure(
@@ -160,37 +106,10 @@ def measure(
 ) -> Row:
     """Check the programs of a layer, and time eager and those that are right."""
     dy, weights = torch.randn_like(u), list(layer.parameters())
-    expected = None if bound is None else reference(layer, u, dy)
-    row: Row = {"first_call_s": {}, "errors": {}, "not_run": {}}
-    runs: dict[str, Callable[[], object]] = {}
-    for kind, program in programs.items():
-
-        def run(program: Program = program) -> list[torch.Tensor]:
-            return gradients(program, u, weights, dy)
-
-        start = time.perf_counter()
-        try:
-            got = run()
-        except (ImportError, torch.OutOfMemoryError) as error:
-            row["not_run"][kind] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            continue
-        row["first_call_s"][kind] = time.perf_counter() - start
-        if expected is not None and bound is not None:
-            row["errors"][kind] = max(errors(got, expected))
-            if kind != "eager" and not row["errors"][kind] <= bound:
-                row["not_run"][kind] = f"an error above {bound}"
-                if kind in OURS:
-                    row["refused"] = f"{kind}: an error above {bound}"
-                continue
-        del got
-        runs[kind] = run
-    times = take_turns(runs, rounds, u.device, calls)
+    exact = None if bound is None else partial(reference, layer, u, dy)
+    calling = {name: partial(gradients, program, u, weights, dy) for name, program in programs.items()}
+    row, runs = contest(calling, exact, bound, rounds, u.device, calls=calls, medians="median_ms")
     if kernels and u.is_cuda:
-        row["kernels"] = {kind: longest_kernels(run, u.device) for kind, run in runs.items() if kind != "eager"}
-    return {
-        **row,
-        "median_ms": {kind: statistics.median(values) for kind, values in times.items()},
-        "p20_ms": {kind: values[len(values) // 5] for kind, values in times.items()},
-        "p80_ms": {kind: values[len(values) * 4 // 5] for kind, values in times.items()},
-        "peak_bytes": {kind: peak_bytes(run, u.device) for kind, run in runs.items()} if u.is_cuda else {},
-    }
+        row["kernels"] = {name: longest_kernels(run, u.device) for name, run in runs.items() if name != "eager"}
+    row["peak_bytes"] = {name: peak_bytes(run, u.device) for name, run in runs.items()} if u.is_cuda else {}
+    return row
