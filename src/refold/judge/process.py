@@ -132,6 +132,7 @@ class Process:
         unseen: What its part of refold cannot see with this PyTorch.
         lenient: Rules that are not to be enforced here, so that tests can show that they are needed.
         until: When the trial must have ended, by the clock of `time.perf_counter`.
+        names: What the original calls its parameters and buffers, by its own names; empty of those it has not.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Process:
         self.unseen: list[str] = []
         self.lenient: frozenset[str] = frozenset()
         self.until = float("inf")
+        self.names: dict[str, str] = {}
         self._used = 0.0, 0.0
         self._recent: deque[list[tuple[int, int]]] = deque(maxlen=_HELD)  # where results of the last calls lie
         self._resting: dict[str, tuple[int, int]] = {}  # how long each thread had run when all slept after a call
@@ -183,13 +185,15 @@ class Process:
     def inspect(self) -> messages.Inspected:
         """Ask for what the program must leave alone."""
         found: messages.Inspected = self.ask("inspect", messages.Inspected)
-        self._state = found.state
-        return found
+        return dataclasses.replace(found, state=self._named(found.state))
 
     def state(self) -> dict[str, Description]:
         """Ask for its parameters and buffers alone."""
-        self._state = self.ask("state", messages.State).state
-        return self._state
+        return self._named(self.ask("state", messages.State).state)
+
+    def _named(self, state: dict[str, Description]) -> dict[str, Description]:
+        self._state = {self.names.get(name) or name: m for name, m in state.items()}
+        return {name: m for name, m in self._state.items() if self.names.get(name) != ""}
 
     def seed(self, seed: int) -> None:
         """Seed its random numbers."""
@@ -201,7 +205,8 @@ class Process:
 
     def adopt(self, state: dict[str, torch.Tensor], way: str, timeout: float) -> None:
         """Give it parameters and buffers."""
-        for batch in self.shared.batches({name: t.contiguous() for name, t in state.items()}):
+        own = {name: one for one, name in self.names.items()}
+        for batch in self.shared.batches({own.get(name, name): t.contiguous() for name, t in state.items()}):
             places = self.shared.wrap(list(batch.values()))
             self.shared.fill(places, list(batch.values()), 0xFF)
             self.ask(messages.Adopt(dict(zip(batch, places, strict=True)), way), messages.Done, timeout=timeout)

@@ -22,6 +22,7 @@ from .messages import Build, Description, Inspected
 from .nursery import Nursery
 from .process import Call, Process, Result
 from .program import Program
+from .results import identical
 from .sandbox import enough
 from .shared import GUARD
 
@@ -51,6 +52,8 @@ class Sides:
         most: The most bytes that results may span.
         made: The seconds that it took to make the witness and the candidate.
         modes: Training modes, hooks and needs of gradients of the candidate at first.
+        own: The candidate's own parameters and buffers at first, by its own names, if those are not the original's.
+        varied: Integers among the original's that its construction draws, as it draws them another time.
     """
 
     suspect: Process
@@ -64,6 +67,7 @@ class Sides:
         self.narrow: Process | None = None
         self.shares_state = self.stateful = self.random = False
         self.state: State = {}
+        self.own, self.varied = self.state, self.state
         self.given, self._way = self.state, "loaded"
         self.parameters: set[str] = set()
         self.constant: set[str] = set()
@@ -129,28 +133,60 @@ class Sides:
 
     def _compare_state(self, theirs: Inspected, ours: Inspected) -> None:
         """Find out whether both have the same parameters, and give them the same values."""
-        mine, other = ({name: (m.shape, m.dtype, m.device, m.odd) for name, m in side.state.items()}
-                       for side in (ours, theirs))  # fmt: skip
-        self.shares_state = bool(other) and mine == other
-        if other and not self.shares_state:
+        self._names, other = theirs.names, theirs.state
+        self.state = self.given = self.read_state(self.witness, theirs)
+        again = self.read_state(self._giver, self._giver.inspect())
+        self.varied = {name: value for name, value in self.state.items() if not inputs.is_real(value)}
+        self.varied = {name: again[name] for name, value in self.varied.items() if not identical(value, again[name])}
+        self.suspect.names = names = self._paired(ours, other)
+        self.shares_state = bool(names)
+        if other and not names:
             self.docket.note(
                 "its parameters differ from the original's in names or shapes, so no other weights than those of its "
                 "own construction can be given to it"
             )
-        other_needs = [n for n in other if n in mine and ours.state[n].requires_grad != theirs.state[n].requires_grad]
-        if other_needs:
-            self.docket.note(f"unlike the original's, its {', '.join(other_needs[:5])} need or need no gradient")
-        self._names = theirs.names
+        needs = [n for own, n in names.items() if n and ours.state[own].requires_grad != other[n].requires_grad]
+        if needs:
+            self.docket.note(f"unlike the original's, its {', '.join(needs[:5])} need or need no gradient")
         self.parameters = {name for name, m in theirs.state.items() if m.type == "Parameter"}
         seen: dict[str, str] = {}  # one parameter may have two names
         for name, m in theirs.state.items():
             self._first[name] = seen.setdefault(f"{m.address} {m.shape} {m.stride}" if m.span else name, name)
             if m.requires_grad and self._first[name] == name:
                 self._differentiated.append(name)
-        self.state = self.given = self.read_state(self.witness, theirs)
         self.adopt(self.state, suspect=self.shares_state)
         if self.shares_state:
-            self.suspect.order(list(other))
+            order = {name: own for own, name in names.items()}
+            self.suspect.order([order[name] for name in other])
+
+    def _paired(self, ours: Inspected, other: dict[str, Description]) -> dict[str, str]:
+        """Return the original's name for each of the candidate's parameters and buffers, or nothing if one has no twin.
+
+        Twins have one name, or else the same values at first: both are made from one seed. Of equal values, as those of
+        two biases, only the order tells which is which, so then all of them must be in the original's order.
+        """
+        mine, most = ours.state, 4 * sum(m.span for m in other.values()) + (1 << 20)
+
+        def alike(own: str, name: str) -> bool:
+            a, b = mine[own], other[name]
+            return (a.shape, a.dtype, a.device, a.odd) == (b.shape, b.dtype, b.device, b.odd)
+
+        if all(name in mine and alike(name, name) for name in other):
+            return {name: name if name in other else "" for name in mine} if other else {}
+        if sum(m.span for m in mine.values()) > most:
+            return {}
+        self.own = self.read_state(self.suspect, ours)
+        found: dict[str, str] = {}
+        unsure = False
+        for name in other:
+            same = [n for n in mine if n not in found and alike(n, name) and identical(self.own[n], self.state[name])]
+            if not same:
+                return {}
+            unsure |= len(same) > 1
+            found[same[0]] = name
+        if unsure and [name for name in mine if name in found] != list(found):
+            return {}
+        return {name: found.get(name, "") for name in mine}
 
     def start(self, program: Program, room: int) -> Process:
         """Start a process for a program; it ends with the trial."""
@@ -284,7 +320,8 @@ class Sides:
 
     def other_weights(self, kind: str, *purpose: object, spread: float = 0.3) -> State:
         """Draw weights of a kind."""
-        return weights.drawn(kind, self.state, self.parameters, self.docket.derived(kind, *purpose), spread)
+        seed = self.docket.derived(kind, *purpose)
+        return weights.drawn(kind, self.state, self.parameters, seed, spread) | self.varied
 
     def places(self, process: Process) -> dict[str, Description]:
         """Return where parameters and buffers lie in a process, so that they can be written over as they are."""

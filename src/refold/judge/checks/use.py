@@ -15,6 +15,7 @@ from ..errors import Raised
 from ..messages import FORWARD, OPTIONAL, USES, WAYS
 from ..process import Call, Result
 from ..results import alike, identical, judged, unlike
+from ..shared import needed
 from ..sides import State, Tensors
 
 USES_LEAST = 4  # ways of use that are tried, however long calls take
@@ -46,6 +47,7 @@ def other_weights(case: Case) -> None:
     """C2: weights that change are used, in whatever way they change, and whatever their values are."""
     sides, docket = case.sides, case.docket
     if not sides.shares_state:
+        _own_weights(case)
         return
     comparison, suspect = case, sides.suspect
 
@@ -87,6 +89,37 @@ def other_weights(case: Case) -> None:
         comparison.round("after its weights were written over", sides.actual("written"), check="C2", adopted=True)
     sides.adopt(sides.state)
     docket.verdict.ways |= {WAYS[way] for way in ways}
+
+
+def _own_weights(case: Case) -> None:
+    """C2: of one whose parameters no others can be given to, its own, with other values, count as in a new process."""
+    sides, suspect, timeout = case.sides, case.sides.suspect, case.docket.terms.timeout
+    if sides.parameters and not suspect.state():
+        case.docket.step("C2", "it has no parameters or buffers, so that it cannot be given other weights")
+    own = {name: t for name, t in sides.own.items() if inputs.is_real(t) and needed([t]) <= suspect.shared.room}
+    call = replace(sides.call(sides.drawn("normal", "own weights")).forward, seed=1)
+    before = sides.ask(call)
+    for way in ("loaded", "in place", "data") if own else ():
+        state = weights.drawn("moved", own, set(own), case.docket.derived("own weights", way))
+        suspect.adopt(state, way, timeout)
+        suspect.state()  # they may lie elsewhere now
+        y = sides.ask(call)
+        with sides.fresh(sides.candidate, beside=suspect) as other:
+            other.load(sides.candidate.attribute, timeout)
+            sides.build(other, sides.candidate, case.docket.terms.dtype)
+            other.adopt(state, "loaded", timeout)
+            o = other.call(call, timeout, most=sides.most)
+        near = (
+            judged("", a, a, b, case.known * 1.125, sides.longest) for a, b in zip(o.tensors, y.tensors, strict=True)
+        )
+        failure = (
+            "the results are those of before"
+            if alike(before, y)
+            else next(filter(None, (one.reason for one in near)), "")
+        )
+        case.docket.step("C2", failure and f"after its own weights were changed by {WAYS[way]}: {failure}")
+    suspect.adopt(own, "loaded", timeout)
+    suspect.state()
 
 
 def _changed_little(case: Case) -> None:
