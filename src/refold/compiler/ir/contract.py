@@ -7,10 +7,11 @@ Shapes. Operands have one axis per symbol, in any order. Two of them are multipl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import opt_einsum
 import torch
 from torch.fx import Node
 
@@ -38,30 +39,35 @@ def operand(build: Builder, factor: Factor) -> Operand:
     return Operand(build.reshape(node, [axis.size for axis in axes]), axes)
 
 
+def aligned(build: Builder, x: Operand, axes: Sequence[Axis]) -> Node:
+    """Permute an operand's axes into the order of ``axes``, with an axis of size one where it has none of them."""
+    node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
+    for dim, axis in enumerate(axes):
+        if axis not in x.axes:
+            node = build.call(aten.unsqueeze.default, node, dim)
+    return node
+
+
+def spread(build: Builder, x: Operand, axes: Sequence[Axis]) -> Node:
+    """Permute an operand's axes likewise, and repeat it along those that it has not."""
+    node = aligned(build, x, axes)
+    if all(axis in x.axes for axis in axes):
+        return node
+    return build.call(aten.expand.default, node, [build.size(axis.size) for axis in axes])
+
+
 def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: Any = aten.mul.Tensor) -> Operand:
     """Multiply elementwise, broadcasting over symbols; axes in the order of ``out`` where they reach it.
 
     ``by`` may divide instead.
     """
     axes = sorted({*a.axes, *b.axes}, key=lambda axis: out.index(axis) if axis in out else len(out))
-    nodes = []
-    for x in (a, b):
-        node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
-        for dim, axis in enumerate(axes):
-            if axis not in x.axes:
-                node = build.call(aten.unsqueeze.default, node, dim)
-        nodes.append(node)
-    return Operand(build.call(by, *nodes), axes)
+    return Operand(build.call(by, *(aligned(build, x, axes) for x in (a, b))), axes)
 
 
 def lay_out(build: Builder, x: Operand, product: Product) -> Node:
     """Permute, repeat and merge an operand's axes, one per symbol, into those of a product, one per label."""
-    axes = layout(product)
-    node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
-    if missing := [dim for dim, axis in enumerate(axes) if axis not in x.axes]:
-        for dim in missing:
-            node = build.call(aten.unsqueeze.default, node, dim)
-        node = build.call(aten.expand.default, node, [build.size(axis.size) for axis in axes])
+    node = spread(build, x, layout(product))
     return build.reshape(node, [math.prod(axis.size for axis in resolve(label)) for label in product.labels])
 
 
@@ -93,6 +99,39 @@ def contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list
     result = build.call(aten.bmm.default if batch else aten.mm.default, left, right)
     axes = [*batch, *rows, *columns]
     return Operand(build.reshape(result, [axis.size for axis in axes]), axes)
+
+
+def least_work(
+    factors: Sequence[Sequence[Any]], out: Iterable[Any], size: Callable[[Any], int]
+) -> list[tuple[int, ...]]:
+    """Order a product for least work: what is multiplied next, as positions in what is left.
+
+    Args:
+        factors: The symbols of each factor, of any type.
+        out: Those of the result that a factor has.
+        size: Gives the size of a symbol.
+    """
+    letters: dict[Any, str] = {}
+
+    def spell(symbols: Iterable[Any]) -> str:
+        return "".join(letters.setdefault(x, opt_einsum.get_symbol(len(letters))) for x in symbols)
+
+    terms, shapes = ",".join(map(spell, factors)), [tuple(map(size, factor)) for factor in factors]
+    path, _ = opt_einsum.contract_path(f"{terms}->{spell(out)}", *shapes, shapes=True)
+    return list(path)
+
+
+def contract_in_order(
+    build: Builder, operands: list[Operand], path: Iterable[tuple[int, ...]], out: list[Axis]
+) -> Operand:
+    """Contract operands, those at each entry of ``path`` at a time, to one that has no axes but those of ``out``."""
+    for group in path:
+        chosen = [operands[i] for i in group]
+        operands = [x for i, x in enumerate(operands) if i not in group]
+        keep = {*out, *(axis for x in operands for axis in x.axes)}
+        operands.append(contract(build, chosen, keep, out))
+    (result,) = operands
+    return sum_out(build, result, set(out))
 
 
 def _matrix(build: Builder, x: Operand, *groups: list[Axis]) -> Node:

@@ -18,8 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import opt_einsum
-
+from ..ir.contract import least_work
 from .program import Groups, Letters, Program, Read, Step
 
 MOST_TERMS = 4
@@ -200,19 +199,11 @@ def _renamed(read: Read, groups: Mapping[str, Letters]) -> Read:
 
 def path(term: Term, out: Letters, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
     """Return the order of least work for a product."""
-    symbols: dict[str, str] = {}
-
-    def spell(letters: Sequence[str]) -> str:
-        return "".join(symbols.setdefault(letter, opt_einsum.get_symbol(len(symbols))) for letter in letters)
-
-    terms = [spell(read.letters) for read in term.factors]
-    present = {letter for read in term.factors for letter in read.letters}
-    shapes = [tuple(sizes[letter] for letter in read.letters) for read in term.factors]
-    result = spell([letter for letter in out if letter in present])
-    if len(terms) < 2:
+    if len(term.factors) < 2:
         return []
-    found, _ = opt_einsum.contract_path(f"{','.join(terms)}->{result}", *shapes, shapes=True)
-    return list(found)
+    present = {letter for read in term.factors for letter in read.letters}
+    kept = [letter for letter in out if letter in present]
+    return least_work([read.letters for read in term.factors], kept, sizes.__getitem__)
 
 
 def orders(term: Term, most: int) -> Iterator[list[tuple[int, ...]]]:

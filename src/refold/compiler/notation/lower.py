@@ -12,7 +12,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import opt_einsum
 import torch
 from torch.fx import Node
 
@@ -20,7 +19,7 @@ from ...errors import ProgramError, RefoldError
 from ...ops.spec import load
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder
-from ..ir.contract import Operand, contract
+from ..ir.contract import Operand, aligned, contract_in_order, least_work, spread
 from ..ir.fx import value
 from ..ir.operators import SCAN
 from ..ir.symbols import Axis
@@ -93,24 +92,12 @@ class _Lowering:
 
     def _aligned(self, x: Operand, letters: Sequence[str]) -> Operand:
         """Permute, and repeat where an axis is missing."""
-        axes = [self.axes[letter] for letter in letters]
-        node = self.build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
-        if missing := [dim for dim, axis in enumerate(axes) if axis not in x.axes]:
-            for dim in missing:
-                node = self.build.call(aten.unsqueeze.default, node, dim)
-            node = self.build.call(aten.expand.default, node, self._sizes(letters))
-        return Operand(node, axes)
+        axes = self._all(letters)
+        return Operand(spread(self.build, x, axes), axes)
 
     def _broadcast(self, x: Operand, letters: Sequence[str]) -> Node:
         """Permute, with axes of size one where some are missing; what has no axes stays so, and widens nothing."""
-        if not x.axes:
-            return x.node
-        axes = [self.axes[letter] for letter in letters]
-        node = self.build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
-        for dim, axis in enumerate(axes):
-            if axis not in x.axes:
-                node = self.build.call(aten.unsqueeze.default, node, dim)
-        return node
+        return aligned(self.build, x, self._all(letters)) if x.axes else x.node
 
     def _step(self, step: Step) -> Operand:
         do = step.do
@@ -132,22 +119,12 @@ class _Lowering:
         for number in step.of:
             if not isinstance(number, Read):
                 scale = scale * number
-        present = {axis for x in operands for axis in x.axes}
+        path = [tuple(range(len(operands)))]
         if len(operands) > 2:
-            letters: dict[Axis, str] = {}
-            terms = ["".join(letters.setdefault(a, opt_einsum.get_symbol(len(letters))) for a in x.axes)
-                     for x in operands]  # fmt: skip
-            shapes = [tuple(axis.size for axis in x.axes) for x in operands]
-            result = "".join(letters[axis] for axis in out if axis in present)
-            path, _ = opt_einsum.contract_path(f"{','.join(terms)}->{result}", *shapes, shapes=True)
-        else:
-            path = [tuple(range(len(operands)))]
-        for group in path:
-            chosen = [operands[i] for i in group]
-            operands = [x for i, x in enumerate(operands) if i not in group]
-            keep = {*out, *(axis for x in operands for axis in x.axes)}
-            operands.append(contract(self.build, chosen, keep, out))
-        (x,) = operands
+            present = {axis for x in operands for axis in x.axes}
+            kept = [axis for axis in out if axis in present]
+            path = least_work([x.axes for x in operands], kept, lambda axis: axis.size)
+        x = contract_in_order(self.build, operands, path, out)
         return x if scale == 1 else Operand(self.build.call(aten.mul.Tensor, x.node, scale), x.axes)
 
     def _elementwise(self, step: Step) -> Operand:

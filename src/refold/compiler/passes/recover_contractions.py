@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, UnknownSize
-from ..ir.contract import Operand, contract, lay_out, operand, sum_out
+from ..ir.contract import Operand, contract_in_order, lay_out, least_work, operand
 from ..ir.fx import arg, concrete, same, sum_dims, value
 from ..ir.index import Product, layout, matmul_product, sum_product
 from ..ir.rewrite import Rewrite, replace_node
@@ -164,13 +164,7 @@ class _Plan:
         if shrinks:
             operands[0].node = build.call(aten.mul.Tensor, operands[0].node, self.scale)
         out = [axis for axis in layout(self.product) if axis in self.product.present()]
-        for group in self.path:
-            chosen = [operands[i] for i in group]
-            operands = [x for i, x in enumerate(operands) if i not in group]
-            keep = {*out, *(axis for x in operands for axis in x.axes)}
-            operands.append(contract(build, chosen, keep, out))
-        (result,) = operands
-        x = sum_out(build, result, set(out))
+        x = contract_in_order(build, operands, self.path, out)
         if self.scale != 1.0 and not shrinks:
             x = Operand(build.call(aten.mul.Tensor, x.node, self.scale), x.axes)
         if self.root.target in _MEANS:
@@ -192,20 +186,15 @@ def _plan(root: Node, product: Product) -> _Plan | None:
         return None
     everything = {*bound, *(axis for label in product.labels for axis in resolve(label))}
     out = [axis for axis in layout(product) if axis in present]
-    letters: dict[Axis, str] = {}
-    terms = [_spell(factor.axes(), letters) for factor in product.factors]
-    shapes = [tuple(concrete(axis.size) for axis in factor.axes()) for factor in product.factors]
-    if len(terms) == 1:
-        path: list[tuple[int, ...]] = []
-    else:
-        path, _ = opt_einsum.contract_path(f"{','.join(terms)}->{_spell(out, letters)}", *shapes, shapes=True)
+    factors = [factor.axes() for factor in product.factors]
+    path = least_work(factors, out, lambda axis: concrete(axis.size)) if len(factors) > 1 else []
     naive = math.prod(concrete(axis.size) for axis in everything)
-    work, matmul = _work([set(factor.axes()) for factor in product.factors], path, set(out))
+    work, matmul = _work([*map(set, factors)], path, set(out))
     shrinks = work * WORTHWHILE <= naive
     if not (shrinks or (matmul and root.target in SUMS)):
         return None
     scale = product.scale * math.prod(absent)
-    return _Plan(root, product, list(path), float(scale), math.prod(concrete(axis.size) for axis in bound))
+    return _Plan(root, product, path, float(scale), math.prod(concrete(axis.size) for axis in bound))
 
 
 def _work(factors: list[set[Axis]], path: list[tuple[int, ...]], out: set[Axis]) -> tuple[int, bool]:
