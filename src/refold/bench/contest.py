@@ -72,16 +72,10 @@ def take_turns(runs: Mapping[str, Run], rounds: int, device: torch.device, calls
 
 
 def contest(
-    programs: Mapping[str, Run],
-    exact: Callable[[], Tensor | Sequence[Tensor]] | None,
-    bound: float | None,
-    rounds: int,
-    device: torch.device,
-    *,
-    calls: int = 1,
-    medians: str = "times_ms",
+    programs: Mapping[str, Run], exact: Callable[[], Tensor | Sequence[Tensor]] | None, bound: float | None,
+    rounds: int, device: torch.device, *, calls: int = 1, medians: str = "times_ms",
     compared: Callable[[Tensor], Tensor] = lambda result: result,
-) -> tuple[Row, dict[str, Run]]:
+) -> tuple[Row, dict[str, Run]]:  # fmt: skip
     """Compare programs with float64, and time those that are right.
 
     Args:

@@ -339,15 +339,9 @@ def _measure(runs: dict[str, Program], given: Given, rounds: int) -> Row:
 
 
 def engines(
-    *,
-    device: str = "cuda",
-    model: tuple[str, ...] = PUBLISHED,
-    tokens: tuple[int, ...] = (2048, 8192),
-    rows: tuple[int, ...] = (1, 16, 128),
-    vllm: str = "",
-    sglang: str = "",
-    rounds: int = 20,
-) -> Iterator[Row]:
+    *, device: str = "cuda", model: tuple[str, ...] = PUBLISHED, tokens: tuple[int, ...] = (2048, 8192),
+    rows: tuple[int, ...] = (1, 16, 128), vllm: str = "", sglang: str = "", rounds: int = 20,
+) -> Iterator[Row]:  # fmt: skip
     """Time what plugins put into vLLM and SGLang in CUDA graphs, beside the engines' Triton kernels from a folder."""
     check_names("engines: model", model, LAYERS)
     folders = {name: folder for name, folder in (("vllm", vllm), ("sglang", sglang)) if folder}

@@ -50,20 +50,10 @@ def source(file: str) -> ModuleType:
 
 
 def fusion_example(
-    *,
-    file: str = "examples/fused_mamba.py",
-    device: str = "cuda",
-    dtype: tuple[str, ...] = ("float32", "bfloat16"),
-    batch: tuple[int, ...] = (1, 4, 16),
-    layers: int = 8,
-    tokens: int = 512,
-    width: int = 1024,
-    state: int = 32,
-    rounds: int = 15,
-    inductor: bool = False,
-    verify: str = "quick",
-    checkout: str = "",
-) -> Iterator[Row]:
+    *, file: str = "examples/fused_mamba.py", device: str = "cuda", dtype: tuple[str, ...] = ("float32", "bfloat16"),
+    batch: tuple[int, ...] = (1, 4, 16), layers: int = 8, tokens: int = 512, width: int = 1024, state: int = 32,
+    rounds: int = 15, inductor: bool = False, verify: str = "quick", checkout: str = "",
+) -> Iterator[Row]:  # fmt: skip
     """Time the published kernel-fusion example: eager, refold, and with inductor=true (minutes) torch.compile."""
     check_names("fusion-example: dtype", dtype, DTYPES)
     check_names("fusion-example: verify", [verify], VERIFY)

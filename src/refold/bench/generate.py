@@ -105,14 +105,9 @@ def _programs(model: Any, eager: bool, measure: Callable[[str], Iterator[Row]]) 
 
 
 def generate(
-    *,
-    models: tuple[str, ...] = tuple(USERS),
-    batches: tuple[int, ...] = (1, 16),
-    past: int = 256,
-    tokens: int = 64,
-    repeats: int = 3,
-    eager: bool = True,
-) -> Iterator[Row]:
+    *, models: tuple[str, ...] = tuple(USERS), batches: tuple[int, ...] = (1, 16), past: int = 256, tokens: int = 64,
+    repeats: int = 3, eager: bool = True,
+) -> Iterator[Row]:  # fmt: skip
     """Time a token of ``model.generate`` on the GPU, bfloat16, greedy, after a prompt of ``past`` tokens."""
     check_names("generate: models", models, tuple(USERS))
     if not torch.cuda.is_available():

@@ -121,13 +121,7 @@ def ceilings() -> dict[str, float]:
 
 
 def measured(
-    backend: str,
-    name: str,
-    what: str,
-    call: Callable[[], None],
-    need: counts.Counts,
-    repeats: int,
-    rounds: int = 1,
+    backend: str, name: str, what: str, call: Callable[[], None], need: counts.Counts, repeats: int, rounds: int = 1
 ) -> Row:
     """Time a call that runs ``rounds`` units of work, with the GPU's memory that it takes beyond what was held."""
     call()
@@ -217,13 +211,9 @@ _MAMBA1 = ("selective_scan_cuda",)
 
 
 def decode(
-    *,
-    models: tuple[str, ...] = ("130M", "2.7B", "mamba1-130M", "hybrid-340M"),
-    batches: tuple[int, ...] = (1, 16),
-    pasts: tuple[int, ...] = (PAST, 131072),
-    states: tuple[str, ...] = ("float32", "bfloat16"),
-    others: bool = True,
-) -> Iterator[Row]:
+    *, models: tuple[str, ...] = ("130M", "2.7B", "mamba1-130M", "hybrid-340M"), batches: tuple[int, ...] = (1, 16),
+    pasts: tuple[int, ...] = (PAST, 131072), states: tuple[str, ...] = ("float32", "bfloat16"), others: bool = True,
+) -> Iterator[Row]:  # fmt: skip
     """Time decoding with PyTorch on the GPU, bfloat16, after short and long prompts, next to other packages.
 
     Rows say in which dtype states are kept: ours in float32, and in bfloat16 after short prompts.
@@ -280,15 +270,9 @@ def prefill(
 
 
 def rival_rows(
-    rival: Rival,
-    name: str,
-    what: str,
-    how: Callable[..., Callable[[], None]],
-    sizes: tuple[int, ...],
-    need: counts.Counts | Callable[[Callable[[], None]], counts.Counts],
-    repeats: int,
-    rounds: int = 1,
-) -> Iterator[Row]:
+    rival: Rival, name: str, what: str, how: Callable[..., Callable[[], None]], sizes: tuple[int, ...],
+    need: counts.Counts | Callable[[Callable[[], None]], counts.Counts], repeats: int, rounds: int = 1,
+) -> Iterator[Row]:  # fmt: skip
     """Time what ``how`` returns for another package's model and sizes, or say why it is not run.
 
     ``need`` is the work of a call, or what counts it.

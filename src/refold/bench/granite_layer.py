@@ -43,14 +43,9 @@ def multiply_sum(C: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def granite_layer(
-    *,
-    device: str = "cuda",
-    dtype: tuple[str, ...] = ("float32", "bfloat16"),
-    case: tuple[str, ...] = CASES,
-    batch: int = 32,
-    tokens: int = 256,
-    rounds: int = 15,
-) -> Iterator[Row]:
+    *, device: str = "cuda", dtype: tuple[str, ...] = ("float32", "bfloat16"), case: tuple[str, ...] = CASES,
+    batch: int = 32, tokens: int = 256, rounds: int = 15,
+) -> Iterator[Row]:  # fmt: skip
     """Time transformers' Granite hybrid layer, unmodified: eager, torch.compile, refold, refold.ops, mamba-ssm."""
     check_names("granite-layer: dtype", dtype, BOUND)
     check_names("granite-layer: case", case, CASES)

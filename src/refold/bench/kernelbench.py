@@ -167,17 +167,9 @@ def run_one(file: Path, device: str, shrink: int, seconds: float) -> dict[str, A
 
 
 def kernelbench(
-    *,
-    folder: str = "KernelBench",
-    device: str = "cpu",
-    find: bool = False,
-    levels: tuple[str, ...] = LEVELS,
-    only: tuple[str, ...] = ("",),
-    shrink: int = 1,
-    found: str = "",
-    seconds: float = 180.0,
-    total: float = math.inf,
-) -> Iterator[Row]:
+    *, folder: str = "KernelBench", device: str = "cpu", find: bool = False, levels: tuple[str, ...] = LEVELS,
+    only: tuple[str, ...] = ("",), shrink: int = 1, found: str = "", seconds: float = 180.0, total: float = math.inf,
+) -> Iterator[Row]:  # fmt: skip
     """Time all problems of KernelBench: which get a rewrite, are right, and are faster.
 
     Args:

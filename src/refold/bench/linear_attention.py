@@ -117,20 +117,10 @@ KINDS = {
 
 
 def linear_attention(
-    *,
-    device: str = "cuda",
-    case: tuple[str, ...] = tuple(KINDS),
-    tokens: tuple[int, ...] = (2048, 8192),
-    batch: int = 4,
-    heads: int = 16,
-    channels: int = 64,
-    dtype: str = "bfloat16",
-    grad: bool = False,
-    rounds: int = 10,
-    eager: bool = True,
-    inductor: bool = False,
-    verify: str = "quick",
-) -> Iterator[Row]:
+    *, device: str = "cuda", case: tuple[str, ...] = tuple(KINDS), tokens: tuple[int, ...] = (2048, 8192),
+    batch: int = 4, heads: int = 16, channels: int = 64, dtype: str = "bfloat16", grad: bool = False, rounds: int = 10,
+    eager: bool = True, inductor: bool = False, verify: str = "quick",
+) -> Iterator[Row]:  # fmt: skip
     """Time linear attention without and with decays: naive loops, refold, fla, and with inductor=true torch.compile."""
     check_names("linear-attention: case", case, KINDS)
     check_names("linear-attention: dtype", [dtype], BOUND)

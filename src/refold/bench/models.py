@@ -104,19 +104,10 @@ def make(name: str, width: int, layers: int) -> Any:
 
 
 def models(
-    *,
-    case: tuple[str, ...] = tuple(MODELS),
-    device: str = "cpu",
-    dtype: str = "float32",
-    width: int = 256,
-    layers: int = 2,
-    batch: int = 1,
-    tokens: int = 512,
-    rounds: int = 20,
-    eager: bool = True,
-    both: bool = False,
+    *, case: tuple[str, ...] = tuple(MODELS), device: str = "cpu", dtype: str = "float32", width: int = 256,
+    layers: int = 2, batch: int = 1, tokens: int = 512, rounds: int = 20, eager: bool = True, both: bool = False,
     inductor: bool = False,
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     """Time transformers' models in inference: eager, accelerated, compiled, and with both=true the two together.
 
     A width of 0 is that of the published model.

@@ -27,15 +27,9 @@ SIZES = [name for name, config in MODELS.items() if isinstance(config, Mamba2Con
 
 
 def portable_ssd(
-    *,
-    models: tuple[str, ...] = ("130M",),
-    device: str = "cuda",
-    past: int = 1024,
-    steps: int = 64,
-    repeats: int = 4,
-    exact: bool = True,
-    checkout: str = "",
-) -> Iterator[Row]:
+    *, models: tuple[str, ...] = ("130M",), device: str = "cuda", past: int = 1024, steps: int = 64, repeats: int = 4,
+    exact: bool = True, checkout: str = "",
+) -> Iterator[Row]:  # fmt: skip
     """Time decoding and prefill by a checkout of mamba2-jax, and by refold with JAX and with PyTorch."""
     check_names("portable-ssd: models", models, SIZES)
     for name in models:

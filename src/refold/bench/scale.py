@@ -241,15 +241,10 @@ def _rows(cases: list[Case], ranks: int, device: str, repeats: int) -> Iterator[
 
 
 def scale(
-    *,
-    operators: tuple[str, ...] = tuple(timed.shared_calls()),
-    passes: tuple[str, ...] = PASSES,
-    tokens: tuple[int, ...] = (32768, 131072, 524288),
-    ranks: tuple[int, ...] = (1, 2),
-    ways: tuple[str, ...] = WAYS,
-    repeats: int = 5,
-    device: str = "cuda",
-) -> Iterator[Row]:
+    *, operators: tuple[str, ...] = tuple(timed.shared_calls()), passes: tuple[str, ...] = PASSES,
+    tokens: tuple[int, ...] = (32768, 131072, 524288), ranks: tuple[int, ...] = (1, 2), ways: tuple[str, ...] = WAYS,
+    repeats: int = 5, device: str = "cuda",
+) -> Iterator[Row]:  # fmt: skip
     """Time operators whose sequence is cut over devices: ``tokens`` of each rank (weak), or of all (strong)."""
     check_names("scale: operators", operators, tuple(timed.shared_calls()))
     check_names("scale: passes", passes, PASSES)
@@ -265,15 +260,9 @@ def scale(
 
 
 def scale_models(
-    *,
-    model: str = "2.7B",
-    passes: tuple[str, ...] = PASSES,
-    tokens: tuple[int, ...] = (32768, 131072),
-    ranks: tuple[int, ...] = (1, 2),
-    layers: int = 64,
-    repeats: int = 2,
-    device: str = "cuda",
-) -> Iterator[Row]:
+    *, model: str = "2.7B", passes: tuple[str, ...] = PASSES, tokens: tuple[int, ...] = (32768, 131072),
+    ranks: tuple[int, ...] = (1, 2), layers: int = 64, repeats: int = 2, device: str = "cuda",
+) -> Iterator[Row]:  # fmt: skip
     """Time a Mamba-2 model whose sequence is cut over devices; training without the head, each layer computed again."""
     check_names("scale-models: model", [model], [name for name in MODELS if name[0].isdigit()])
     check_names("scale-models: passes", passes, PASSES)

@@ -55,21 +55,10 @@ def longest_kernels(run: Callable[[], object], device: torch.device) -> list[tup
 
 
 def training(
-    *,
-    device: str = "cuda",
-    layers: tuple[str, ...] = ("mamba1", "mamba2", "granite"),
-    dtype: str = "bfloat16",
-    batch: int = 8,
-    tokens: int = 2048,
-    width: int = 0,
-    rounds: int = 15,
-    eager: bool = True,
-    inductor: bool = False,
-    verify: str = "quick",
-    gate: bool = True,
-    kernels: bool = False,
-    calls: int = 4,
-) -> Iterator[Row]:
+    *, device: str = "cuda", layers: tuple[str, ...] = ("mamba1", "mamba2", "granite"), dtype: str = "bfloat16",
+    batch: int = 8, tokens: int = 2048, width: int = 0, rounds: int = 15, eager: bool = True, inductor: bool = False,
+    verify: str = "quick", gate: bool = True, kernels: bool = False, calls: int = 4,
+) -> Iterator[Row]:  # fmt: skip
     """Time naive layers in training: eager, refold, refold.ops, mamba-ssm, and with inductor=true torch.compile."""
     check_names("training: dtype", [dtype], BOUND)
     check_names("training: layers", layers, LAYERS)
@@ -96,14 +85,9 @@ def training(
 
 
 def measure(
-    layer: torch.nn.Module,
-    programs: dict[str, Program],
-    u: torch.Tensor,
-    bound: float | None,
-    rounds: int,
-    kernels: bool,
-    calls: int = 1,
-) -> Row:
+    layer: torch.nn.Module, programs: dict[str, Program], u: torch.Tensor, bound: float | None, rounds: int,
+    kernels: bool, calls: int = 1,
+) -> Row:  # fmt: skip
     """Check the programs of a layer, and time eager and those that are right."""
     dy, weights = torch.randn_like(u), list(layer.parameters())
     exact = None if bound is None else partial(reference, layer, u, dy)

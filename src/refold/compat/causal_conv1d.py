@@ -23,15 +23,10 @@ __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_sta
 
 
 def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None, return_final_states: bool = False, final_states_out: Tensor | None = None,
     activation: str | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Causal depthwise convolution along time, `refold.ops.causal_conv1d` in this package's layout.
 
     Args:
@@ -74,17 +69,10 @@ def causal_conv1d_fn(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
-    conv_state_indices: Tensor | None = None,
-    *,
-    pad_slot_id: int = -1,
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+    cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None, *, pad_slot_id: int = -1,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Convolve one token or a few, and keep the last inputs in ``conv_state``, in place.
 
     Args:

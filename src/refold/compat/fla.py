@@ -28,29 +28,13 @@ __all__ = [
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: Any = None,
-    *,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    chunk_size: int = 64,
-    transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
+    cp_context: Any = None, *, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated delta rule: `refold.ops.gated_delta_rule` with this package's arguments.
 
     Args:
@@ -96,27 +80,13 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
+    beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, *,
     transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated delta rule for few tokens: as `chunk_gated_delta_rule`, but for the order of the arguments.
 
     ``gk``, ``(b, t, h, n)``, are log decays per key, added to those of ``g``. ``beta`` is 1 if it is None. Log decays
@@ -140,34 +110,15 @@ def fused_recurrent_gated_delta_rule(
 
 
 def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    cp_context: Any = None,
-    use_graph: bool = False,
-    max_num_seqs: int | None = None,
-    *,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    chunk_size: int = 64,
-    transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
+    max_num_seqs: int | None = None, *, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    chunk_size: int = 64, transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Kimi delta attention: `refold.ops.kda` with this package's arguments.
 
     As `chunk_gated_delta_rule`, with ``g`` per key, ``(b, t, h, n)``. With ``use_gate_in_kernel``, the log decay is
@@ -190,26 +141,12 @@ def chunk_kda(
 
 
 def fused_recurrent_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, lower_bound: float | None = None,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, *, transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Kimi delta attention for few tokens: as `chunk_kda`, but for the order of the arguments.
 
     A ``beta`` per value, ``(b, t, h, p)``, is refused.
@@ -223,17 +160,10 @@ def fused_recurrent_kda(
 
 
 def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated linear attention: `refold.ops.gla` with log decays per key ``g``, ``(b, t, h, n)``.
 
     The other arguments and the results are those of `chunk_gated_delta_rule`.
@@ -246,20 +176,10 @@ def chunk_gla(
 
 
 def chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    *,
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, *, chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Linear attention with one decay per head: ``g`` (b, t, h), or ``g_gamma`` (h,), the same at each token, or none.
 
     The other arguments and the results are those of `chunk_gated_delta_rule`.
@@ -278,19 +198,10 @@ def chunk_simple_gla(
 
 
 def chunk_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    *,
-    chunk_size: int = 64,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, *, chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Delta rule without decay: `refold.ops.delta_rule` with this package's arguments.
 
     The arguments and the results are those of `chunk_gated_delta_rule`.

@@ -42,24 +42,12 @@ __all__ = [
 
 
 def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    return_final_states: bool = False,
-    return_varlen_states: bool = False,
-    state_dtype: torch.dtype | None = None,
-) -> Any:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), return_final_states: bool = False,
+    return_varlen_states: bool = False, state_dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
     """Scan as Mamba-2 does, by `refold.ops.ssd`.
 
     Args:
@@ -111,27 +99,13 @@ def mamba_chunk_scan_combined(
 
 
 def mamba_split_conv1d_scan_combined(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    return_final_states: bool = False,
-    activation: str | None = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    norm_before_gate: bool = True,
+    zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt_bias: Tensor, A: Tensor, D: Tensor,
+    chunk_size: int, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf), return_final_states: bool = False, activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None, rmsnorm_eps: float = 1e-6, outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None, headdim: int | None = None, ngroups: int = 1, norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Compute a Mamba-2 layer after its input projection: convolution, scan, gated norm, and the output product.
 
     A layer that hands over ``outproj_weight`` never calls its output projection, so LoRA, quantisation or a hook there
@@ -210,17 +184,9 @@ def mamba_split_conv1d_scan_combined(
 
 
 def selective_scan_fn(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-) -> Any:
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False,
+) -> Any:  # fmt: skip
     """Scan as Mamba-1 does, by `refold.ops.selective_scan`.
 
     Args:
@@ -255,27 +221,13 @@ def selective_scan_fn(
 
 
 def mamba_inner_fn(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    B: Tensor | None = None,
-    C: Tensor | None = None,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    B_proj_bias: Tensor | None = None,
-    C_proj_bias: Tensor | None = None,
-    delta_softplus: bool = True,
-    checkpoint_lvl: int = 1,
-    b_rms_weight: Tensor | None = None,
-    c_rms_weight: Tensor | None = None,
-    dt_rms_weight: Tensor | None = None,
+    xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, x_proj_weight: Tensor, delta_proj_weight: Tensor,
+    out_proj_weight: Tensor, out_proj_bias: Tensor | None, A: Tensor, B: Tensor | None = None, C: Tensor | None = None,
+    D: Tensor | None = None, delta_bias: Tensor | None = None, B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None, delta_softplus: bool = True, checkpoint_lvl: int = 1,
+    b_rms_weight: Tensor | None = None, c_rms_weight: Tensor | None = None, dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute a Mamba-1 layer after its input projection, with the output product.
 
     Args:
@@ -345,24 +297,11 @@ def mamba_inner_fn(
 
 
 def selective_state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    state_batch_indices: Tensor | None = None,
-    *,
-    dst_state_batch_indices: Tensor | None = None,
-    pad_slot_id: int = -1,
-    out: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None, *, dst_state_batch_indices: Tensor | None = None, pad_slot_id: int = -1,
+    out: Tensor | None = None, num_accepted_tokens: Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Take one token of a Mamba-1 or Mamba-2 layer, or a few, in; ``state`` is overwritten.
 
     Where ``A``, ``dt`` and ``dt_bias`` are expanded over the channels and states of a head (strides of zero), this is

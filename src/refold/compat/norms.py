@@ -21,21 +21,11 @@ __all__ = ["RMSNorm", "RMSNormGated", "layer_norm_fn", "rms_norm_fn", "rmsnorm_f
 
 
 def layer_norm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None,
+    weight1: Tensor | None = None, bias1: Tensor | None = None, eps: float = 1e-6, dropout_p: float = 0.0,
+    rowscale: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
     return_dropout_mask: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Add to a residual stream, then normalise it.
 
     With the options that are given::
@@ -116,20 +106,11 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None,
+    weight1: Tensor | None = None, bias1: Tensor | None = None, eps: float = 1e-6, dropout_p: float = 0.0,
+    rowscale: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Compute `layer_norm_fn` with ``is_rms_norm=True``; see there."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm,
@@ -177,13 +158,9 @@ class RMSNorm(_Scaled):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        dropout_p: float = 0.0,
-        device: torch.device | str | None = None,
+        self, hidden_size: int, eps: float = 1e-5, dropout_p: float = 0.0, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         share("RMSNorm", "dropout_p", dropout_p)
         super().__init__(hidden_size, eps, device, dtype)
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
@@ -200,14 +177,9 @@ class RMSNorm(_Scaled):
 
 
 def rmsnorm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    z: Tensor | None = None,
-    eps: float = 1e-6,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None = None, eps: float = 1e-6,
+    group_size: int | None = None, norm_before_gate: bool = True,
+) -> Tensor:  # fmt: skip
     """Normalise groups of channels by their RMS, with a gate, by `refold.ops.gated_rmsnorm`.
 
     Args:
@@ -247,14 +219,9 @@ class RMSNormGated(_Scaled):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        group_size: int | None = None,
-        norm_before_gate: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, norm_before_gate: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         if group_size is not None:
             positive("RMSNormGated", "group_size", group_size)
         super().__init__(hidden_size, eps, device, dtype)

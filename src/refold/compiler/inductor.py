@@ -96,11 +96,7 @@ class _Chain(CustomGraphPass):
 
 
 def inductor(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
-    notes: list[str] | None = None,
+    gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, notes: list[str] | None = None
 ) -> Compiled:
     """Compile a Dynamo graph with Inductor as it is; cumulative sums that it has no code for are left to ATen.
 
@@ -203,11 +199,7 @@ def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], o
 
 
 def standalone(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
-    notes: list[str] | None = None,
+    gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, notes: list[str] | None = None
 ) -> Compiled:
     """Compile a graph for exactly these inputs, apart from whatever compile is under way; see `inductor`."""
     with apart():

@@ -103,13 +103,9 @@ SEARCH_S = 5.0
 
 
 def run(
-    graph: Graph,
-    wanted: Callable[[str], bool] = lambda _: True,
-    notes: list[str] | None = None,
-    passes: Sequence[Pass] | None = None,
-    seen: Callable[[Rewrite], None] = lambda _: None,
-    rules: Sequence[Rule] = (),
-) -> list[Rewrite]:
+    graph: Graph, wanted: Callable[[str], bool] = lambda _: True, notes: list[str] | None = None,
+    passes: Sequence[Pass] | None = None, seen: Callable[[Rewrite], None] = lambda _: None, rules: Sequence[Rule] = (),
+) -> list[Rewrite]:  # fmt: skip
     """Run passes over a graph, in place.
 
     Args:

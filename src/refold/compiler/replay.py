@@ -34,15 +34,9 @@ _OWN = ("index", "program", "notes", "compile_s", "checks_s", "inductor_compile_
 
 
 def execute(
-    decision: GraphReport,
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    options: Options,
-    report: GraphReport,
-    store: Store,
-    *,
-    trusted: bool,
-) -> Outcome:
+    decision: GraphReport, gm: GraphModule, inputs: Sequence[Any], options: Options, report: GraphReport, store: Store,
+    *, trusted: bool,
+) -> Outcome:  # fmt: skip
     """Compile a graph as it was decided, without races.
 
     Args:

@@ -107,17 +107,9 @@ class GraphCompile:
     """
 
     def __init__(
-        self,
-        gm: GraphModule,
-        inputs: Sequence[Any],
-        options: Options,
-        report: GraphReport,
-        store: Store,
-        *,
-        decided: Decided | None = None,
-        earlier: GraphCompile | None = None,
-        lost: Set[tuple[str, str]] = frozenset(),
-    ) -> None:
+        self, gm: GraphModule, inputs: Sequence[Any], options: Options, report: GraphReport, store: Store, *,
+        decided: Decided | None = None, earlier: GraphCompile | None = None, lost: Set[tuple[str, str]] = frozenset(),
+    ) -> None:  # fmt: skip
         self.inputs, self.options, self.start, self.store = inputs, options, report, store
         self.decided, self.earlier, self.lost = decided, earlier, lost
         self.mode, self.notes, self.checks_s = report.mode, list(report.notes), 0.0

@@ -21,28 +21,13 @@ from refold.ops.delta_rule.spec import STEP as DELTA_RULE_STEP
 
 
 def chunk_scan_varlen(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    cu_seqlens: Tensor,
-    cu_chunk_seqlens: Tensor,
-    last_chunk_indices: Tensor,
-    seq_idx: Tensor,
-    out: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    return_intermediate_states: bool = False,
-    state_dtype: torch.dtype | None = None,
-    final_states_out: Tensor | None = None,
-    final_state_indices: Tensor | None = None,
-) -> Tensor | None:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, cu_seqlens: Tensor,
+    cu_chunk_seqlens: Tensor, last_chunk_indices: Tensor, seq_idx: Tensor, out: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_intermediate_states: bool = False, state_dtype: torch.dtype | None = None,
+    final_states_out: Tensor | None = None, final_state_indices: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Prefill of Mamba-2 layers: packed prompts, ``x`` (t, h, p), ``B`` and ``C`` (t, g, n).
 
     Args:
@@ -91,14 +76,9 @@ def chunk_scan_varlen(
 
 
 def _chunk_decays(
-    dt: Tensor,
-    A: Tensor,
-    bias: Tensor | None,
-    softplus: bool,
-    limit: tuple[float, float],
-    offsets: Tensor,
+    dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float], offsets: Tensor,
     wide: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return by what a state is multiplied during each chunk, (c, h)."""
     steps = dt.to(wide) if bias is None else dt.to(wide) + bias
     steps = (F.softplus(steps) if softplus else steps).clamp(*limit)
@@ -117,31 +97,14 @@ def _before_chunks(alone: Tensor, decays: Tensor, prompt: Tensor, initial: Tenso
 
 
 def chunk_scan_packed(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    chunk_offsets: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    out: Tensor | None = None,
-    return_final_states: bool = False,
-    return_varlen_states: bool = False,
-    return_intermediate_states: bool = False,
-    state_dtype: torch.dtype | None = None,
-    return_track_states: bool = False,
-    track_seq_idx: Tensor | None = None,
-    track_end_locs: Tensor | None = None,
-) -> tuple[None, Tensor, None]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None, chunk_indices: Tensor | None = None, chunk_offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
+    out: Tensor | None = None, return_final_states: bool = False, return_varlen_states: bool = False,
+    return_intermediate_states: bool = False, state_dtype: torch.dtype | None = None, return_track_states: bool = False,
+    track_seq_idx: Tensor | None = None, track_end_locs: Tensor | None = None,
+) -> tuple[None, Tensor, None]:  # fmt: skip
     """Prefill of Mamba-2 layers as `chunk_scan_varlen`, with a batch axis of one in front of the tokens.
 
     ``seq_idx`` and the chunks have no effect: ``cu_seqlens`` has the prompts.
@@ -167,27 +130,13 @@ def chunk_scan_packed(
 
 
 def selective_scan_varlen(
-    u: Tensor,
-    ssm_states: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    query_start_loc: Tensor | None = None,
-    cache_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    null_block_id: int = 0,
-    block_size: int = 1024,
-    block_idx_first_scheduled_token: Tensor | None = None,
-    block_idx_last_scheduled_token: Tensor | None = None,
-    initial_state_idx: Tensor | None = None,
-    cu_chunk_seqlen: Tensor | None = None,
-    last_chunk_indices: Tensor | None = None,
-) -> Tensor:
+    u: Tensor, ssm_states: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    query_start_loc: Tensor | None = None, cache_indices: Tensor | None = None, has_initial_state: Tensor | None = None,
+    null_block_id: int = 0, block_size: int = 1024, block_idx_first_scheduled_token: Tensor | None = None,
+    block_idx_last_scheduled_token: Tensor | None = None, initial_state_idx: Tensor | None = None,
+    cu_chunk_seqlen: Tensor | None = None, last_chunk_indices: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Prefill of Mamba-1 layers: packed prompts, ``u`` (d, t), ``B`` and ``C`` (g, n, t) or (n, t).
 
     The states ``(slots, d, n)`` of the slots ``cache_indices`` go on if ``has_initial_state``, and are overwritten.
@@ -226,24 +175,11 @@ def _time_first(projection: Tensor) -> Tensor:
 
 
 def state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    z: Tensor | None = None,
-    dt_softplus: bool = False,
-    state_batch_indices: Tensor | None = None,
-    dst_state_batch_indices: Tensor | None = None,
-    null_block_id: int = 0,
-    out: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    is_blackwell: bool = False,
-) -> None:
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
+    z: Tensor | None = None, dt_softplus: bool = False, state_batch_indices: Tensor | None = None,
+    dst_state_batch_indices: Tensor | None = None, null_block_id: int = 0, out: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, cu_seqlens: Tensor | None = None, is_blackwell: bool = False,
+) -> None:  # fmt: skip
     """Decode of Mamba-1 and Mamba-2 layers, in place: `refold.compat.mamba_ssm.selective_state_update` with slots.
 
     With ``num_accepted_tokens`` (k,), each of k sequences has several tokens (``cu_seqlens``); slots are ``(k, m)``.
@@ -263,25 +199,13 @@ def state_update(
 
 
 def slot_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    state_batch_indices: Tensor | None = None,
-    pad_slot_id: int = -1,
-    out: Tensor | None = None,
-    disable_state_update: bool = False,
-    intermediate_states_buffer: Tensor | None = None,
-    cache_steps: int | None = None,
-    retrieve_parent_token: Tensor | None = None,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None, pad_slot_id: int = -1, out: Tensor | None = None,
+    disable_state_update: bool = False, intermediate_states_buffer: Tensor | None = None,
+    cache_steps: int | None = None, retrieve_parent_token: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Decode of Mamba-1 and Mamba-2 layers, one token a sequence, in place.
 
     Raises:
@@ -295,20 +219,11 @@ def slot_update(
 
 
 def gated_delta_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    chunk_offsets: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
-    core_attn_out: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, output_final_state: bool,
+    cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None, chunk_offsets: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = True, core_attn_out: Tensor | None = None,
     aiter_prefill_metadata: object | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Prefill of gated DeltaNet layers: `refold.compat.fla.chunk_gated_delta_rule` with states ``(k, h, p, n)``.
 
     ``core_attn_out`` gets the outputs, too, at its front. What only says how a kernel is launched has no effect.
@@ -330,17 +245,9 @@ def _held(op: str, query_start_loc: Tensor, states: Tensor, cache_indices: Tenso
 
 
 def gated_delta_extend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    ssm_states: Tensor,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    inplace_update: bool = True,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor, cache_indices: Tensor,
+    query_start_loc: Tensor, inplace_update: bool = True,
+) -> Tensor:  # fmt: skip
     """Prefill of gated DeltaNet layers on slots of a pool ``(slots, h, p, n)``; negative slots are padding.
 
     Returns:
@@ -355,19 +262,9 @@ def gated_delta_extend(
 
 
 def gated_delta_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    ssm_states: Tensor,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    lower_bound: float | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, ssm_states: Tensor,
+    cache_indices: Tensor, query_start_loc: Tensor, lower_bound: float | None = None,
+) -> Tensor:  # fmt: skip
     """Decode of gated DeltaNet layers, one token a sequence: tokens ``(1, k, heads, ...)``, gates ``(k, h)``.
 
     Returns:
@@ -385,21 +282,10 @@ def gated_delta_decode(
 
 
 def kimi_delta_extend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    ssm_states: Tensor,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-    beta_is_raw: bool = False,
-    return_intermediate_states: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor, cache_indices: Tensor,
+    query_start_loc: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    lower_bound: float | None = None, beta_is_raw: bool = False, return_intermediate_states: bool = False,
+) -> Tensor:  # fmt: skip
     """Prefill of Kimi delta attention layers on slots of a pool ``(slots, h, p, n)``; negative slots are padding.
 
     ``g`` (1, t, h, n) are log decays, or with ``A_log`` the gates that they come from. ``beta`` (1, t, h) are
@@ -426,19 +312,9 @@ def kimi_delta_extend(
 
 
 def kimi_delta_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    ssm_states: Tensor,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    lower_bound: float | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, ssm_states: Tensor,
+    cache_indices: Tensor, query_start_loc: Tensor, lower_bound: float | None = None,
+) -> Tensor:  # fmt: skip
     """Decode of Kimi delta attention layers, as `gated_delta_decode`, with gates ``a`` per key, h n of them a token."""
     count, heads, keys = len(query_start_loc) - 1, v.shape[2], k.shape[3]
     gates = {"a": a.reshape(count, heads, keys), "b": b.reshape(count, heads)}

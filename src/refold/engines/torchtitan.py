@@ -30,16 +30,9 @@ class RefoldGatedDeltaKernel(GatedDeltaKernel):  # type: ignore[misc]
         """As that of torchtitan, whose ``backend`` has no effect."""
 
     def forward(
-        self,
-        xq_BLNK: Tensor,
-        xk_BLNK: Tensor,
-        xv_BLNV: Tensor,
-        g_BLN: Tensor,
-        beta_BLN: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        cu_seqlens_cpu: Tensor | None = None,
-    ) -> Tensor:
+        self, xq_BLNK: Tensor, xk_BLNK: Tensor, xv_BLNV: Tensor, g_BLN: Tensor, beta_BLN: Tensor, *,
+        cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the outputs, like the values ``(b, t, h, p)``; queries and keys may have fewer heads."""
         return ops.gated_delta_rule(
             xq_BLNK, xk_BLNK, xv_BLNV, g=g_BLN, beta=beta_BLN, normalize=True, cu_seqlens=cu_seqlens, group=self.group

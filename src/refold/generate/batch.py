@@ -74,14 +74,9 @@ class Batch:
         return len(self._taken())
 
     def add(
-        self,
-        prompt: Sequence[int] | np.ndarray | Conversation,
-        max_new_tokens: int,
-        *,
-        sampling: Sampling | None = None,
-        stop_tokens: Sequence[int] | None = None,
-        keep: bool = False,
-    ) -> Row:
+        self, prompt: Sequence[int] | np.ndarray | Conversation, max_new_tokens: int, *,
+        sampling: Sampling | None = None, stop_tokens: Sequence[int] | None = None, keep: bool = False,
+    ) -> Row:  # fmt: skip
         """Read a prompt, and let its row decode with the others from the next step on.
 
         Args:

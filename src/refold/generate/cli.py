@@ -91,19 +91,11 @@ def _writable(text: str, encoding: str | None) -> str:
 
 
 def generate_text(
-    model: str | Path,
-    *,
-    prompt: str | None = None,
-    token_ids: str | None = None,
-    max_new_tokens: int = 64,
-    framework: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    sampling: "Sampling | None" = None,
-    stop_tokens: list[int] | None = None,
-    stop_strings: Sequence[str] = (),
+    model: str | Path, *, prompt: str | None = None, token_ids: str | None = None, max_new_tokens: int = 64,
+    framework: str | None = None, device: str | None = None, dtype: str | None = None,
+    sampling: "Sampling | None" = None, stop_tokens: list[int] | None = None, stop_strings: Sequence[str] = (),
     every: int = 8,
-) -> Iterator[str]:
+) -> Iterator[str]:  # fmt: skip
     """Yield the text after a prompt piece by piece; token ids with spaces where ``token_ids`` were given.
 
     Raises:

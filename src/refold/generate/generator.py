@@ -153,14 +153,9 @@ class BaseGenerator(ABC, Generic[C]):
         return conversation
 
     def stream(
-        self,
-        conversation: C,
-        max_new_tokens: int,
-        *,
-        sampling: Sampling | None = None,
-        stop_tokens: Sequence[int] | None = None,
-        every: int | None = None,
-    ) -> Iterator[np.ndarray]:
+        self, conversation: C, max_new_tokens: int, *, sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] | None = None, every: int | None = None,
+    ) -> Iterator[np.ndarray]:  # fmt: skip
         """Go on with a conversation, handing out the new tokens every ``every`` steps.
 
         Args:
@@ -189,13 +184,9 @@ class BaseGenerator(ABC, Generic[C]):
         )
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        sampling: Sampling | None = None,
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, sampling: Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]:  # fmt: skip
         """Return the new tokens of each prompt, its stop token included.
 
         Raises:

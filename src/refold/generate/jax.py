@@ -81,12 +81,7 @@ class Generator(BaseGenerator[Conversation]):
 
     @classmethod
     def from_checkpoint(
-        cls,
-        model: str | Path,
-        *,
-        dtype: str | None = None,
-        state_dtype: str = "float32",
-        layers_apart: bool = True,
+        cls, model: str | Path, *, dtype: str | None = None, state_dtype: str = "float32", layers_apart: bool = True
     ) -> "Generator":
         """Load a checkpoint directory or hub name; see :func:`refold.models.checkpoint.load_checkpoint`."""
         config, params = load_checkpoint(model, dtype)
@@ -187,27 +182,10 @@ def _mark(seen: jax.Array, tokens: jax.Array, which: jax.Array) -> jax.Array:
 
 
 def _decode(
-    config: Config,
-    params: Any,
-    state: Any,
-    logits: jax.Array,
-    seen: jax.Array,
-    done: jax.Array,
-    steps: Any,
-    stop: jax.Array,
-    key: jax.Array,
-    temperature: Any,
-    top_p: Any,
-    min_p: Any,
-    penalty: Any,
-    *,
-    room: int,
-    greedy: bool,
-    top_k: int,
-    nucleus: bool,
-    least: bool,
-    penalised: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, Any]:
+    config: Config, params: Any, state: Any, logits: jax.Array, seen: jax.Array, done: jax.Array, steps: Any,
+    stop: jax.Array, key: jax.Array, temperature: Any, top_p: Any, min_p: Any, penalty: Any, *, room: int, greedy: bool,
+    top_k: int, nucleus: bool, least: bool, penalised: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, Any]:  # fmt: skip
     """Choose and read up to ``steps <= room`` tokens, all on the device; ends early when all rows are done."""
     model = model_for(config)
     rows = jnp.arange(len(logits))

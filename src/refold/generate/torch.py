@@ -69,13 +69,9 @@ class Generator(BaseGenerator[Conversation]):
 
     @classmethod
     def from_checkpoint(
-        cls,
-        model: str | Path,
-        *,
-        dtype: str | None = None,
-        device: str | torch.device | None = None,
+        cls, model: str | Path, *, dtype: str | None = None, device: str | torch.device | None = None,
         state_dtype: str = "float32",
-    ) -> Generator:
+    ) -> Generator:  # fmt: skip
         """Load a checkpoint directory or hub name; see :func:`refold.models.checkpoint.load_checkpoint`.
 
         ``device`` None is a GPU if there is one.

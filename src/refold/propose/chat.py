@@ -162,17 +162,9 @@ class Chat:
     facts = True
 
     def __init__(
-        self,
-        style: str,
-        model: str,
-        *,
-        base_url: str = "",
-        longest: int = 16384,
-        tries: int = 5,
-        idle: float = 120.0,
-        seconds: float = 900.0,
-        prices: tuple[float, float] = (0.0, 0.0),
-    ):
+        self, style: str, model: str, *, base_url: str = "", longest: int = 16384, tries: int = 5, idle: float = 120.0,
+        seconds: float = 900.0, prices: tuple[float, float] = (0.0, 0.0),
+    ):  # fmt: skip
         if style not in STYLES:
             raise ArgumentError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
         self._style = STYLES[style]

@@ -131,17 +131,9 @@ class Run:
 
 
 def search(
-    original: Program,
-    proposer: Proposer,
-    folder: Path,
-    terms: Terms,
-    *,
-    budget: Budget | None = None,
-    parallel: int = 1,
-    keep: int = 3,
-    resume: bool = False,
-    allow_unsandboxed: bool = False,
-) -> Run:
+    original: Program, proposer: Proposer, folder: Path, terms: Terms, *, budget: Budget | None = None,
+    parallel: int = 1, keep: int = 3, resume: bool = False, allow_unsandboxed: bool = False,
+) -> Run:  # fmt: skip
     """Ask a proposer for replacements of a program, and find the best that is accepted.
 
     Args:

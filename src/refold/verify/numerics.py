@@ -138,21 +138,10 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def check(
-    original: Program,
-    candidate: Program,
-    reference: Program,
-    actual: Values | None,
-    like: Values,
-    *,
-    terms: int,
-    multilinear: bool,
-    spread: float = 1.0,
-    seed: int = 0,
-    narrowed: Program | None = None,
-    differentiated: Sequence[bool] = (),
-    coupled: int = 1,
-    rounds_more: bool = False,
-) -> Evidence:
+    original: Program, candidate: Program, reference: Program, actual: Values | None, like: Values, *, terms: int,
+    multilinear: bool, spread: float = 1.0, seed: int = 0, narrowed: Program | None = None,
+    differentiated: Sequence[bool] = (), coupled: int = 1, rounds_more: bool = False,
+) -> Evidence:  # fmt: skip
     """Compare a candidate with the original at level "quick".
 
     Args:
@@ -250,29 +239,18 @@ def check(
 
 
 def _judged(
-    kind: str,
-    rs: Sequence[torch.Tensor],
-    os: Sequence[torch.Tensor],
-    ys: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor | None],
-    terms: int,
-    known: Sequence[Errors],
-    parts: bool = True,
-) -> list[KindResult]:
+    kind: str, rs: Sequence[torch.Tensor], os: Sequence[torch.Tensor], ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor | None], terms: int, known: Sequence[Errors], parts: bool = True,
+) -> list[KindResult]:  # fmt: skip
     """Compare result by result."""
     results = zip(rs, os, ys, scales, known, strict=True)
     return [compare(kind, r, o, y, scale, terms, least, parts) for r, o, y, scale, least in results]
 
 
 def agree(
-    kind: str,
-    r: torch.Tensor,
-    o: torch.Tensor,
-    y: torch.Tensor,
-    terms: int,
-    known: Errors = NOTHING,
+    kind: str, r: torch.Tensor, o: torch.Tensor, y: torch.Tensor, terms: int, known: Errors = NOTHING,
     parts: bool = True,
-) -> KindResult:
+) -> KindResult:  # fmt: skip
     """Compare one result of a whole program, of any dtype, with the original's.
 
     Of integers and truth values the bound is a number of elements: eight times as many as the original has otherwise
@@ -467,15 +445,9 @@ def _errors(r: torch.Tensor, scale: torch.Tensor | None, *values: torch.Tensor) 
 
 
 def compare(
-    kind: str,
-    r: torch.Tensor,
-    o: torch.Tensor,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
-    terms: int,
-    known: Errors = NOTHING,
-    parts: bool = True,
-) -> KindResult:
+    kind: str, r: torch.Tensor, o: torch.Tensor, y: torch.Tensor, scale: torch.Tensor | None, terms: int,
+    known: Errors = NOTHING, parts: bool = True,
+) -> KindResult:  # fmt: skip
     """Judge one result by the two norms.
 
     Args:

@@ -110,16 +110,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def race(
-    base: Callable[[], object],
-    candidate: Callable[[], object],
-    device: torch.device,
-    *,
-    budget_s: float = 10.0,
-    seed: int = 0,
-    tried: int = 1,
-    looks: Sequence[int] = LOOKS,
-    patient: bool = True,
-) -> Race:
+    base: Callable[[], object], candidate: Callable[[], object], device: torch.device, *, budget_s: float = 10.0,
+    seed: int = 0, tried: int = 1, looks: Sequence[int] = LOOKS, patient: bool = True,
+) -> Race:  # fmt: skip
     """Time a candidate against a baseline, interleaved in random order.
 
     Args:

@@ -59,13 +59,9 @@ _VMAP = "torch._functorch.predispatch"
 
 
 def find_rewrites(
-    gm: GraphModule,
-    path: tuple[str, ...],
-    wanted: Callable[[str], bool],
-    notes: list[str],
-    known: bool = False,
+    gm: GraphModule, path: tuple[str, ...], wanted: Callable[[str], bool], notes: list[str], known: bool = False,
     training: bool = True,
-) -> BeforeAutograd | None:
+) -> BeforeAutograd | None:  # fmt: skip
     """Find what can be rewritten in a Dynamo graph before autograd.
 
     Args:

@@ -122,21 +122,10 @@ def _is_fraction(x: object) -> bool:
 
 
 def replace_node(
-    old: Node | Sequence[Node],
-    new: Node | Sequence[Node],
-    *,
-    inside: Iterable[Node] = (),
-    added: Iterable[Node],
-    name: str,
-    why: str,
-    detail: str,
-    multilinear: bool,
-    terms: int,
-    timed_alone: bool = True,
-    spread: float = 1.0,
-    rounds_more: bool = False,
-    site: str = "",
-) -> Rewrite:
+    old: Node | Sequence[Node], new: Node | Sequence[Node], *, inside: Iterable[Node] = (), added: Iterable[Node],
+    name: str, why: str, detail: str, multilinear: bool, terms: int, timed_alone: bool = True, spread: float = 1.0,
+    rounds_more: bool = False, site: str = "",
+) -> Rewrite:  # fmt: skip
     """Swap a node for another, or several at once for as many others, and return the record of it.
 
     Args:

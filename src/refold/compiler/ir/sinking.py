@@ -45,14 +45,9 @@ Source = Callable[[Node, int, Size, Size], Node | None]
 
 
 def part(
-    build: Builder,
-    x: Node,
-    dim: int,
-    start: Size,
-    length: Size,
-    source: Source | None = None,
+    build: Builder, x: Node, dim: int, start: Size, length: Size, source: Source | None = None,
     holds: Holds = statically_known_true,
-) -> Node:
+) -> Node:  # fmt: skip
     """Return positions of an axis, cut as early as possible.
 
     Args:

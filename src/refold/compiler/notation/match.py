@@ -75,13 +75,9 @@ def _flat(inputs: Mapping[str, Groups]) -> dict[str, Letters]:
 
 class _Matching:
     def __init__(
-        self,
-        pattern: Program,
-        ours: Mapping[str, Step],
-        found: Mapping[str, Step],
-        theirs: Mapping[str, Letters],
+        self, pattern: Program, ours: Mapping[str, Step], found: Mapping[str, Step], theirs: Mapping[str, Letters],
         sizes: Mapping[str, int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pattern, self.ours, self.found, self.theirs, self.their_sizes = pattern, ours, found, theirs, sizes
         self.inputs = _flat(pattern.inputs)
 

@@ -206,13 +206,9 @@ def _selects(index: Any) -> bool:
 
 
 def compared(
-    rewritten: Rewritten,
-    gm: GraphModule,
-    originals: dict[str, Compiled],
-    inputs: Sequence[Any],
-    options: Options,
+    rewritten: Rewritten, gm: GraphModule, originals: dict[str, Compiled], inputs: Sequence[Any], options: Options,
     report: GraphReport,
-) -> tuple[GraphReport, str]:
+) -> tuple[GraphReport, str]:  # fmt: skip
     """Compare a program with the original; return the report with that, and what is wrong with the program."""
     log.info("checking the whole graph")
     own = next(iter(originals.values()), None)
@@ -234,15 +230,9 @@ def compared(
 
 
 def _time_all(
-    rewritten: Rewritten,
-    gm: GraphModule,
-    originals: dict[str, Compiled],
-    inputs: Sequence[Any],
-    report: GraphReport,
-    spared: Rival | None,
-    *,
-    peaks: bool,
-) -> GraphReport:
+    rewritten: Rewritten, gm: GraphModule, originals: dict[str, Compiled], inputs: Sequence[Any], report: GraphReport,
+    spared: Rival | None, *, peaks: bool,
+) -> GraphReport:  # fmt: skip
     """Race a program against the originals; return the report with their times, and with which is to run.
 
     Args:

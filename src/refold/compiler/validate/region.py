@@ -105,14 +105,9 @@ def validate_region(
 
 
 def _decided(
-    verdict: Verdict,
-    rewrite: Rewrite,
-    actual: Sequence[Any] | None,
-    like: list[Any],
-    device: torch.device,
-    options: Options,
-    each: bool,
-) -> Verdict:
+    verdict: Verdict, rewrite: Rewrite, actual: Sequence[Any] | None, like: list[Any], device: torch.device,
+    options: Options, each: bool,
+) -> Verdict:  # fmt: skip
     if options.verify == "quick" and verdict.evidence is None:
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
@@ -257,13 +252,9 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
 
 
 def _time(
-    rewrite: Rewrite,
-    baseline: GraphModule | None,
-    inputs: Sequence[Any],
-    device: torch.device,
-    options: Options,
+    rewrite: Rewrite, baseline: GraphModule | None, inputs: Sequence[Any], device: torch.device, options: Options,
     looks: Sequence[int],
-) -> tuple[Race, str]:
+) -> tuple[Race, str]:  # fmt: skip
     """Race the region against the fastest of its eager and compiled original, and what other rewrites make of it.
 
     What other rewrites make of it stands in for the compiled original: that one is in the race of the whole graph, and

@@ -73,14 +73,9 @@ class Comparison:
 
 
 def compare(
-    program: Compiled,
-    original: Compiled,
-    own: Compiled | None,
-    inputs: Sequence[Any],
-    terms: int,
-    repeatable: Callable[[], Compiled] | None = None,
-    control: Callable[[], Compiled] | None = None,
-) -> Comparison:
+    program: Compiled, original: Compiled, own: Compiled | None, inputs: Sequence[Any], terms: int,
+    repeatable: Callable[[], Compiled] | None = None, control: Callable[[], Compiled] | None = None,
+) -> Comparison:  # fmt: skip
     """Compare a program with the original on copies of the inputs.
 
     Args:
@@ -175,14 +170,9 @@ def _drop_incomparable(found: Comparison, control: Sequence[KindResult]) -> None
 
 
 def _judge(
-    reference: Any,
-    mine: Results | None,
-    got: Results,
-    inputs: Sequence[Any],
-    terms: int,
-    known: Mapping[str, Errors],
+    reference: Any, mine: Results | None, got: Results, inputs: Sequence[Any], terms: int, known: Mapping[str, Errors],
     parts: bool = True,
-) -> list[KindResult]:
+) -> list[KindResult]:  # fmt: skip
     """Compare result by result. What only one of the programs wrote to is what it was in the others."""
     results = []
     for name in dict.fromkeys([*reference, *(mine or ()), *got]):
@@ -198,13 +188,9 @@ def _judge(
 
 
 def _observe(
-    run: Compiled,
-    inputs: Sequence[Any],
-    dtype: torch.dtype | None = None,
-    draws: Sequence[torch.Tensor] = (),
-    *,
+    run: Compiled, inputs: Sequence[Any], dtype: torch.dtype | None = None, draws: Sequence[torch.Tensor] = (), *,
     as_it_is: bool = True,
-) -> Results:
+) -> Results:  # fmt: skip
     """Call a program on copies of inputs, with its backward; return all that it computes and changes.
 
     Args:

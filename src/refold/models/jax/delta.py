@@ -9,16 +9,9 @@ from refold.models.jax.layers import Array, Tree, last_window, linear, select
 
 
 def mixer(
-    c: DeltaConfig,
-    weights: Tree,
-    u: Array,
-    conv: Array,
-    state: Array,
-    lengths: Array | None,
-    valid: Array | None,
-    chunk_size: int | None = None,
-    time_axis: str | None = None,
-) -> tuple[Array, Array, Array]:
+    c: DeltaConfig, weights: Tree, u: Array, conv: Array, state: Array, lengths: Array | None, valid: Array | None,
+    chunk_size: int | None = None, time_axis: str | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Mix ``u (b, t, d)`` over time from the states ``conv`` and ``state``; padding leaves both as they are."""
     if time_axis is not None:
         raise ArgumentError("layers with the delta rule are not cut over time; leave time_axis out.")

@@ -23,11 +23,7 @@ QUERY_BLOCK = 512
 
 
 def init_state(
-    config: HybridConfig,
-    batch: int,
-    dtype: Any = jnp.float32,
-    state_dtype: Any = jnp.float32,
-    capacity: int = 0,
+    config: HybridConfig, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32, capacity: int = 0
 ) -> Tree:
     """Return the state before any token; ``k`` and ``v (a, b, capacity, kv heads, head dim)`` hold the past."""
     cache = (config.kinds.count("attention"), batch, capacity, config.nkvheads, config.headdim)
@@ -52,16 +48,9 @@ def grow_state(state: Tree, capacity: int) -> Tree:
 
 
 def forward(
-    config: HybridConfig,
-    params: Tree,
-    tokens: Array,
-    state: Tree | None = None,
-    *,
-    lengths: Array | None = None,
-    kind: str = "last",
-    chunk_size: int | None = None,
-    time_axis: str | None = None,
-) -> tuple[Array, Tree]:
+    config: HybridConfig, params: Tree, tokens: Array, state: Tree | None = None, *, lengths: Array | None = None,
+    kind: str = "last", chunk_size: int | None = None, time_axis: str | None = None,
+) -> tuple[Array, Tree]:  # fmt: skip
     """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
     batch, seqlen = tokens.shape
     if state is None:
@@ -106,14 +95,9 @@ def periods(kinds: tuple[str, ...]) -> tuple[int, list[tuple[str, int]]]:
 
 
 def _layers(
-    config: HybridConfig,
-    params: Tree,
-    hidden: Array,
-    state: Tree,
-    mix: Any,
-    valid: Array | None,
+    config: HybridConfig, params: Tree, hidden: Array, state: Tree, mix: Any, valid: Array | None,
     time_axis: str | None = None,
-) -> tuple[Array, Tree]:
+) -> tuple[Array, Tree]:  # fmt: skip
     """Run all layers on ``hidden (b, t, d)``; ``mix`` is the Mamba mixer to use."""
     length = state["length"]
 
@@ -209,16 +193,9 @@ def _close(config: HybridConfig, common: Tree, hidden: Array, mixed: Array) -> A
 
 
 def _attention(
-    config: HybridConfig,
-    weights: Tree,
-    u: Array,
-    k_cache: Array,
-    v_cache: Array,
-    index: Any,
-    length: Array,
-    valid: Array | None,
-    time_axis: str | None,
-) -> tuple[Array, Array, Array]:
+    config: HybridConfig, weights: Tree, u: Array, k_cache: Array, v_cache: Array, index: Any, length: Array,
+    valid: Array | None, time_axis: str | None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Attend from ``u (b, t, d)`` to what the caches hold of layer ``index`` and to itself, causally.
 
     Where time is cut over devices, each has its own queries and gathers everyone's keys and values.

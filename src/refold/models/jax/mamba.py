@@ -34,15 +34,9 @@ def init_state(config: MambaConfig, batch: int, dtype: Any = jnp.float32, state_
 
 
 def forward(
-    config: MambaConfig,
-    params: Tree,
-    tokens: Array,
-    state: Tree | None = None,
-    *,
-    lengths: Array | None = None,
-    kind: str = "last",
-    time_axis: str | None = None,
-) -> tuple[Array, Tree]:
+    config: MambaConfig, params: Tree, tokens: Array, state: Tree | None = None, *, lengths: Array | None = None,
+    kind: str = "last", time_axis: str | None = None,
+) -> tuple[Array, Tree]:  # fmt: skip
     """Read ``tokens (b, t)`` on top of ``state``; arguments and results as in ``mamba2.forward``."""
     batch, seqlen = tokens.shape
     if state is None:

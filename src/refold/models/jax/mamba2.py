@@ -45,16 +45,9 @@ def mixer_state(c: Mixer2Config, nlayers: int, batch: int, dtype: Any, state_dty
 
 
 def forward(
-    config: Mamba2Config,
-    params: Tree,
-    tokens: Array,
-    state: Tree | None = None,
-    *,
-    lengths: Array | None = None,
-    kind: str = "last",
-    chunk_size: int | None = None,
-    time_axis: str | None = None,
-) -> tuple[Array, Tree]:
+    config: Mamba2Config, params: Tree, tokens: Array, state: Tree | None = None, *, lengths: Array | None = None,
+    kind: str = "last", chunk_size: int | None = None, time_axis: str | None = None,
+) -> tuple[Array, Tree]:  # fmt: skip
     """Read ``tokens (b, t)`` on top of ``state``.
 
     Args:
@@ -102,16 +95,9 @@ def step(
 
 
 def mixer(
-    c: Mixer2Config,
-    weights: Tree,
-    u: Array,
-    conv: Array,
-    ssm: Array,
-    lengths: Array | None,
-    valid: Array | None,
-    chunk_size: int | None = None,
-    time_axis: str | None = None,
-) -> tuple[Array, Array, Array]:
+    c: Mixer2Config, weights: Tree, u: Array, conv: Array, ssm: Array, lengths: Array | None, valid: Array | None,
+    chunk_size: int | None = None, time_axis: str | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Mix ``u (b, t, d)`` over time from the states ``conv`` and ``ssm``; padding leaves both as they are."""
 
     def convolve(x: Array, window: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:

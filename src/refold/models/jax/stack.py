@@ -9,15 +9,9 @@ from refold.models.jax.sharding import time as time_shards
 
 
 def read(
-    layer: Any,
-    params: Tree,
-    tokens: Array,
-    state: Tree,
-    eps: float,
-    lengths: Array | None,
-    kind: str,
+    layer: Any, params: Tree, tokens: Array, state: Tree, eps: float, lengths: Array | None, kind: str,
     time_axis: str | None,
-) -> tuple[Array, Tree]:
+) -> tuple[Array, Tree]:  # fmt: skip
     """Read ``tokens (b, t)`` by ``layer(hidden, (weights, conv, ssm))``; the rest as in ``mamba2.forward``."""
     states = state["conv"], state["ssm"]
     hidden, (conv, ssm) = over_layers(layer, embed(params, tokens), params["layers"], states)

@@ -12,14 +12,9 @@ from refold.models.torch.layers import Tree, linear
 
 
 def mixer(
-    c: DeltaConfig,
-    weights: Tree,
-    u: Tensor,
-    window: Tensor,
-    state: Tensor,
-    offsets: Tensor | None,
+    c: DeltaConfig, weights: Tree, u: Tensor, window: Tensor, state: Tensor, offsets: Tensor | None,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mix ``u (b, t, d)`` over time; return it with the last inputs of the convolution and the state."""
     z, qkv, b, a = _parts(c, linear(u, weights["in_proj"]))
     qkv, window = ops.causal_conv1d(
@@ -33,16 +28,9 @@ def mixer(
 
 
 def mixer_step_(
-    c: DeltaConfig,
-    weights: Tree,
-    hidden: Tensor,
-    norm: Tensor,
-    eps: float,
-    window: Tensor,
-    state: Tensor,
-    active: Tensor | None,
-    scale: float = 1.0,
-) -> None:
+    c: DeltaConfig, weights: Tree, hidden: Tensor, norm: Tensor, eps: float, window: Tensor, state: Tensor,
+    active: Tensor | None, scale: float = 1.0,
+) -> None:  # fmt: skip
     """Add ``scale`` times the mixer of the normalised ``hidden (b, d)`` to ``hidden``, and move its states on."""
     projected = steps.project_and_convolve_(
         hidden, weights["in_proj"], None, norm=norm, eps=eps, window=window, taps=weights["conv_weight"],

@@ -22,13 +22,9 @@ QUERY_BLOCK = 1024
 
 
 def init_state(
-    config: HybridConfig,
-    batch: int,
-    dtype: torch.dtype = torch.float32,
-    state_dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    capacity: int = 0,
-) -> Tree:
+    config: HybridConfig, batch: int, dtype: torch.dtype = torch.float32, state_dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu", capacity: int = 0,
+) -> Tree:  # fmt: skip
     """Return the state before any token; ``k`` and ``v (a, b, capacity, kv heads, head dim)`` hold the past."""
     cache = (config.kinds.count("attention"), batch, capacity, config.nkvheads, config.headdim)
     return {
@@ -51,15 +47,9 @@ def grow_state(state: Tree, capacity: int) -> Tree:
 
 
 def forward(
-    config: HybridConfig,
-    params: Tree,
-    tokens: Tensor,
-    state: Tree | None = None,
-    *,
-    lengths: Sequence[int] | None = None,
-    kind: str = "last",
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tree]:
+    config: HybridConfig, params: Tree, tokens: Tensor, state: Tree | None = None, *,
+    lengths: Sequence[int] | None = None, kind: str = "last", chunk_size: int | None = None,
+) -> tuple[Tensor, Tree]:  # fmt: skip
     """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
     c = config
     rows = Rows.of(tokens, lengths)
@@ -149,13 +139,7 @@ def _heads(
 
 
 def _attention(
-    config: HybridConfig,
-    weights: Tree,
-    u: Tensor,
-    rows: Rows,
-    past: list[int],
-    k_cache: Tensor,
-    v_cache: Tensor,
+    config: HybridConfig, weights: Tree, u: Tensor, rows: Rows, past: list[int], k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
     """Attend, row by row, to what the caches hold and to the row itself, causally; the caches get the row's keys."""
     products = (linear(u, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k", "v"))
@@ -196,13 +180,7 @@ def _attend(config: HybridConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attention_step_(
-    config: HybridConfig,
-    weights: Tree,
-    hidden: Tensor,
-    norm: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    length: Tensor,
+    config: HybridConfig, weights: Tree, hidden: Tensor, norm: Tensor, k_cache: Tensor, v_cache: Tensor, length: Tensor
 ) -> None:
     """Attend from one token per row. A row that is not active writes where its next token will write."""
     c = config

@@ -52,19 +52,10 @@ def takes(x: Tensor, weight: Tensor, group_size: int | None) -> bool:
 
 
 def project(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    group_size: int | None,
-    gated: bool,
-    convolution: tuple[Tensor, Tensor, Tensor | None, Tensor | None, int] | None = None,
-    onto: Tensor | None = None,
-    scale: float = 1.0,
-    out: Tensor | None = None,
-    factors: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, group_size: int | None,
+    gated: bool, convolution: tuple[Tensor, Tensor, Tensor | None, Tensor | None, int] | None = None,
+    onto: Tensor | None = None, scale: float = 1.0, out: Tensor | None = None, factors: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute `steps.project`, with what `steps.project_and_convolve_` or `steps.add_projected_` do after it.
 
     Args:

@@ -35,15 +35,9 @@ def init_state(
 
 
 def forward(
-    config: MambaConfig,
-    params: Tree,
-    tokens: Tensor,
-    state: Tree | None = None,
-    *,
-    lengths: Sequence[int] | None = None,
-    kind: str = "last",
-    group: Any = None,
-) -> tuple[Tensor, Tree]:
+    config: MambaConfig, params: Tree, tokens: Tensor, state: Tree | None = None, *,
+    lengths: Sequence[int] | None = None, kind: str = "last", group: Any = None,
+) -> tuple[Tensor, Tree]:  # fmt: skip
     """Read ``tokens (b, t)`` on top of ``state``; arguments and results as in ``mamba2.forward``."""
     rows = Rows.of(tokens, lengths, group)
     if state is None:

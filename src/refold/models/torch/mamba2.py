@@ -47,16 +47,9 @@ def mixer_state(
 
 
 def forward(
-    config: Mamba2Config,
-    params: Tree,
-    tokens: Tensor,
-    state: Tree | None = None,
-    *,
-    lengths: Sequence[int] | None = None,
-    kind: str = "last",
-    chunk_size: int | None = None,
-    group: Any = None,
-) -> tuple[Tensor, Tree]:
+    config: Mamba2Config, params: Tree, tokens: Tensor, state: Tree | None = None, *,
+    lengths: Sequence[int] | None = None, kind: str = "last", chunk_size: int | None = None, group: Any = None,
+) -> tuple[Tensor, Tree]:  # fmt: skip
     """Read ``tokens (b, t)`` on top of ``state``.
 
     Args:
@@ -105,15 +98,9 @@ def step_(config: Mamba2Config, params: Tree, token: Tensor, state: Tree, *, act
 
 
 def mixer(
-    c: Mixer2Config,
-    weights: Tree,
-    u: Tensor,
-    window: Tensor,
-    ssm: Tensor,
-    offsets: Tensor | None,
-    chunk_size: int | None = None,
-    group: Any = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    c: Mixer2Config, weights: Tree, u: Tensor, window: Tensor, ssm: Tensor, offsets: Tensor | None,
+    chunk_size: int | None = None, group: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mix ``u (b, t, d)`` over time; return it with the last inputs of the convolution and the state."""
     projected = linear(u, weights["in_proj"], weights.get("in_bias"))
     z, xBC, dt = projected.split([c.d_inner, c.conv_dim, c.nheads], -1)
@@ -134,16 +121,9 @@ def mixer(
 
 
 def mixer_step_(
-    c: Mixer2Config,
-    weights: Tree,
-    hidden: Tensor,
-    norm: Tensor,
-    eps: float,
-    window: Tensor,
-    ssm: Tensor,
-    active: Tensor | None,
-    scale: float = 1.0,
-) -> None:
+    c: Mixer2Config, weights: Tree, hidden: Tensor, norm: Tensor, eps: float, window: Tensor, ssm: Tensor,
+    active: Tensor | None, scale: float = 1.0,
+) -> None:  # fmt: skip
     """Add ``scale`` times the mixer of the normalised ``hidden (b, d)`` to ``hidden``, and move its states on."""
     projected = steps.project_and_convolve_(
         hidden, weights["in_proj"], weights.get("in_bias"), norm=norm, eps=eps, window=window,

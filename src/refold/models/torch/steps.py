@@ -21,15 +21,9 @@ from refold.models.torch.layers import few_rows, kernels, linear, rms_norm, rota
 
 
 def project(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    group_size: int | None = None,
-    gated: bool = False,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0,
+    group_size: int | None = None, gated: bool = False,
+) -> Tensor:  # fmt: skip
     """Return ``weight @ norm(x) + bias`` in float32.
 
     Args:
@@ -66,18 +60,9 @@ def project_all(
 
 
 def project_and_convolve_(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    norm: Tensor,
-    eps: float,
-    window: Tensor,
-    taps: Tensor,
-    taps_bias: Tensor | None,
-    first: int,
-    active: Tensor | None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Tensor, eps: float, window: Tensor, taps: Tensor,
+    taps_bias: Tensor | None, first: int, active: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return `project` with a step of the causal convolution, and SiLU, on the channels from ``first`` on.
 
     Args:
@@ -104,17 +89,9 @@ def project_and_convolve_(
 
 
 def add_projected_(
-    hidden: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    group_size: int | None = None,
-    gated: bool = False,
-    scale: float = 1.0,
-) -> None:
+    hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None,
+    eps: float = 0.0, group_size: int | None = None, gated: bool = False, scale: float = 1.0,
+) -> None:  # fmt: skip
     """Add ``scale`` times `project` to ``hidden (b, out)``."""
     if (fused := _fused(x, weight, group_size)) is not None:
         fused.project(x, weight, bias, norm, eps, group_size, gated, onto=hidden, scale=scale, out=hidden)
@@ -123,18 +100,9 @@ def add_projected_(
 
 
 def ssd_(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor,
-    z: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    state: Tensor,
-    active: Tensor | None,
-) -> Tensor:
+    x: Tensor, B: Tensor, C: Tensor, dt: Tensor, z: Tensor, A_log: Tensor, D: Tensor, dt_bias: Tensor,
+    dt_limit: tuple[float, float], state: Tensor, active: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return the gated output ``(b, h, p)`` of a step of `ops.ssd`, and overwrite ``state``."""
     if (fused := kernels(x)) is not None:
         return fused.ssd_(x, B, C, dt, z, A_log, D, dt_bias, dt_limit, state, active)
@@ -145,21 +113,10 @@ def ssd_(
 
 
 def selective_scan_(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor,
-    dt_proj: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    active: Tensor | None,
-    *,
-    eps: float | None = None,
+    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor,
+    state: Tensor, active: Tensor | None, *, eps: float | None = None,
     norms: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the gated output ``(b, d)`` of a step of `ops.selective_scan`, and overwrite ``state (b, d, n)``.
 
     Args:
@@ -188,17 +145,9 @@ def selective_scan_(
 
 
 def attend_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    length: Tensor,
-    *,
-    scale: float,
-    theta: float | None = None,
-    rope_dim: int | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, length: Tensor, *, scale: float,
+    theta: float | None = None, rope_dim: int | None = None,
+) -> Tensor:  # fmt: skip
     """Return what one token per row reads by attention, ``(b, h e)``, and write its key and value into the caches.
 
     Args:

@@ -10,16 +10,10 @@ __all__ = ["causal_conv1d", "causal_conv1d_step", "causal_conv1d_step_"]
 
 
 def causal_conv1d(
-    x: Array,
-    weight: Array,
-    bias: Array | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: Array | None = None,
-    cu_seqlens: AnyArray | None = None,
-    group: object = None,
+    x: Array, weight: Array, bias: Array | None = None, *, activation: str | None = None,
+    initial_state: Array | None = None, cu_seqlens: AnyArray | None = None, group: object = None,
     backend: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute a causal depthwise convolution along time.
 
     Per batch row and channel, with x[-1], x[-2], ... taken from initial_state::
@@ -66,14 +60,9 @@ def causal_conv1d(
 
 
 def causal_conv1d_step(
-    x: Array,
-    weight: Array,
-    state: Array,
-    bias: Array | None = None,
-    *,
-    activation: str | None = None,
+    x: Array, weight: Array, state: Array, bias: Array | None = None, *, activation: str | None = None,
     backend: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """One token of `causal_conv1d`, or a few.
 
     Args:
@@ -101,13 +90,8 @@ def causal_conv1d_step(
 
 
 def causal_conv1d_step_(
-    x: Array,
-    weight: Array,
-    state: Array,
-    bias: Array | None = None,
-    *,
-    activation: str | None = None,
+    x: Array, weight: Array, state: Array, bias: Array | None = None, *, activation: str | None = None,
     backend: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute `causal_conv1d_step`, overwrite ``state`` with the new state, and return it. There is no gradient."""
     return call_in_place(STEP, (x, weight, state, bias), (activation,), backend), state

@@ -10,14 +10,9 @@ from refold.ops.jax.layout import Array, accumulator, sequence_of_token
 
 @partial(jax.jit, static_argnames=("activation",))
 def causal_conv1d(
-    x: Array,
-    weight: Array,
-    bias: Array | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: Array | None = None,
-    cu_seqlens: Array | None = None,
-) -> tuple[Array, Array]:
+    x: Array, weight: Array, bias: Array | None = None, *, activation: str | None = None,
+    initial_state: Array | None = None, cu_seqlens: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.causal_conv1d` on JAX arrays; see there for the equations and the arguments.
 
     Inside, windows are ``(b, w - 1, d)``, like inputs; the caller's are ``(b, d, w - 1)``.

@@ -10,26 +10,12 @@ __all__ = ["delta_rule", "delta_rule_step", "delta_rule_step_"]
 
 
 def delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    g: Array | None = None,
-    beta: Array | None = None,
-    r: Array | None = None,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    initial_state: Array | None = None,
-    cu_seqlens: AnyArray | None = None,
-    scale: float | None = None,
-    normalize: bool = False,
-    lower_bound: float | None = None,
-    beta_limit: float | None = None,
-    erase: bool = True,
-    chunk_size: int | None = None,
-    group: object = None,
-    backend: str | None = None,
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, *, g: Array | None = None, beta: Array | None = None, r: Array | None = None,
+    A_log: Array | None = None, dt_bias: Array | None = None, initial_state: Array | None = None,
+    cu_seqlens: AnyArray | None = None, scale: float | None = None, normalize: bool = False,
+    lower_bound: float | None = None, beta_limit: float | None = None, erase: bool = True,
+    chunk_size: int | None = None, group: object = None, backend: str | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute the delta rule, with or without decay, and its linear relatives.
 
     Per batch row and head, with state S of shape (n, p) and S[-1] = initial_state::
@@ -109,23 +95,11 @@ def delta_rule(
 
 
 def delta_rule_step(
-    q: Array,
-    k: Array,
-    v: Array,
-    state: Array,
-    *,
-    g: Array | None = None,
-    beta: Array | None = None,
-    r: Array | None = None,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    scale: float | None = None,
-    normalize: bool = False,
-    lower_bound: float | None = None,
-    beta_limit: float | None = None,
-    erase: bool = True,
+    q: Array, k: Array, v: Array, state: Array, *, g: Array | None = None, beta: Array | None = None,
+    r: Array | None = None, A_log: Array | None = None, dt_bias: Array | None = None, scale: float | None = None,
+    normalize: bool = False, lower_bound: float | None = None, beta_limit: float | None = None, erase: bool = True,
     backend: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """One token of `delta_rule`, or a few.
 
     Computes exactly what `delta_rule` computes with ``initial_state=state``, so that decoding agrees with prefill.
@@ -166,23 +140,11 @@ def delta_rule_step(
 
 
 def delta_rule_step_(
-    q: Array,
-    k: Array,
-    v: Array,
-    state: Array,
-    *,
-    g: Array | None = None,
-    beta: Array | None = None,
-    r: Array | None = None,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    scale: float | None = None,
-    normalize: bool = False,
-    lower_bound: float | None = None,
-    beta_limit: float | None = None,
-    erase: bool = True,
+    q: Array, k: Array, v: Array, state: Array, *, g: Array | None = None, beta: Array | None = None,
+    r: Array | None = None, A_log: Array | None = None, dt_bias: Array | None = None, scale: float | None = None,
+    normalize: bool = False, lower_bound: float | None = None, beta_limit: float | None = None, erase: bool = True,
     backend: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute `delta_rule_step`, overwrite ``state`` with the new state, and return it. There is no gradient.
 
     A state of any strides is updated where it lies: one that is stored as (p, n) is passed as a transposed view.

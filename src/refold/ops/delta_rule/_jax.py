@@ -35,24 +35,12 @@ _STATIC = ("scale", "normalize", "lower_bound", "beta_limit", "erase")
 
 @partial(jax.jit, static_argnames=(*_STATIC, "chunk_size"))
 def delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    g: Array | None = None,
-    beta: Array | None = None,
-    r: Array | None = None,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    initial_state: Array | None = None,
-    cu_seqlens: Array | None = None,
-    scale: float | None = None,
-    normalize: bool = False,
-    lower_bound: float | None = None,
-    beta_limit: float | None = None,
-    erase: bool = True,
+    q: Array, k: Array, v: Array, *, g: Array | None = None, beta: Array | None = None, r: Array | None = None,
+    A_log: Array | None = None, dt_bias: Array | None = None, initial_state: Array | None = None,
+    cu_seqlens: Array | None = None, scale: float | None = None, normalize: bool = False,
+    lower_bound: float | None = None, beta_limit: float | None = None, erase: bool = True,
     chunk_size: int | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.delta_rule` on JAX arrays; see there for the equations and the arguments."""
     acc = accumulator(v.dtype)
     seqlen, dkey = v.shape[1], q.shape[3]
@@ -75,22 +63,10 @@ def delta_rule(
 
 @partial(jax.jit, static_argnames=_STATIC)
 def delta_rule_step(
-    q: Array,
-    k: Array,
-    v: Array,
-    state: Array,
-    *,
-    g: Array | None = None,
-    beta: Array | None = None,
-    r: Array | None = None,
-    A_log: Array | None = None,
-    dt_bias: Array | None = None,
-    scale: float | None = None,
-    normalize: bool = False,
-    lower_bound: float | None = None,
-    beta_limit: float | None = None,
-    erase: bool = True,
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, state: Array, *, g: Array | None = None, beta: Array | None = None,
+    r: Array | None = None, A_log: Array | None = None, dt_bias: Array | None = None, scale: float | None = None,
+    normalize: bool = False, lower_bound: float | None = None, beta_limit: float | None = None, erase: bool = True,
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.delta_rule_step` on JAX arrays: a true step, or a short run of them."""
     options = {"scale": scale, "normalize": normalize, "lower_bound": lower_bound, "beta_limit": beta_limit}
     if v.ndim == 4:

@@ -10,15 +10,9 @@ __all__ = ["gated_rmsnorm"]
 
 
 def gated_rmsnorm(
-    x: Array,
-    z: Array | None,
-    weight: Array,
-    *,
-    eps: float,
-    group_size: int | None = None,
-    norm_before_gate: bool = False,
-    backend: str | None = None,
-) -> Array:
+    x: Array, z: Array | None, weight: Array, *, eps: float, group_size: int | None = None,
+    norm_before_gate: bool = False, backend: str | None = None,
+) -> Array:  # fmt: skip
     """Compute an RMS norm with a gate.
 
     Over each group of ``group_size`` channels::

@@ -10,14 +10,9 @@ from refold.ops.jax.layout import Array, accumulator
 
 @partial(jax.jit, static_argnames=("eps", "group_size", "norm_before_gate"))
 def gated_rmsnorm(
-    x: Array,
-    z: Array | None,
-    weight: Array,
-    *,
-    eps: float,
-    group_size: int | None = None,
+    x: Array, z: Array | None, weight: Array, *, eps: float, group_size: int | None = None,
     norm_before_gate: bool = False,
-) -> Array:
+) -> Array:  # fmt: skip
     """Compute :func:`refold.ops.gated_rmsnorm` on JAX arrays; see there for the equations and the arguments."""
     acc = accumulator(x.dtype)
     gate = 1 if z is None else jax.nn.silu(z.astype(acc))

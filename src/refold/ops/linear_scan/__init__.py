@@ -10,16 +10,9 @@ __all__ = ["linear_scan"]
 
 
 def linear_scan(
-    a: Array,
-    x: Array,
-    *,
-    initial_state: Array | None = None,
-    reverse: bool = False,
-    cu_seqlens: AnyArray | None = None,
-    reset: AnyArray | None = None,
-    group: object = None,
-    backend: str | None = None,
-) -> tuple[Array, Array]:
+    a: Array, x: Array, *, initial_state: Array | None = None, reverse: bool = False,
+    cu_seqlens: AnyArray | None = None, reset: AnyArray | None = None, group: object = None, backend: str | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute an elementwise linear recurrence along axis 1.
 
     With h[-1] = initial_state::

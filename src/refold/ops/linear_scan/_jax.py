@@ -68,14 +68,9 @@ def _solve(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
 
 @partial(jax.jit, static_argnames=("reverse",))
 def linear_scan(
-    a: Array,
-    x: Array,
-    *,
-    initial_state: Array | None = None,
-    reverse: bool = False,
-    cu_seqlens: Array | None = None,
+    a: Array, x: Array, *, initial_state: Array | None = None, reverse: bool = False, cu_seqlens: Array | None = None,
     reset: Array | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.linear_scan` on JAX arrays; see there for the equations and the arguments.
 
     A state enters where a sequence begins: it is added to the first input there.

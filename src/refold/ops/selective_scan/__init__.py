@@ -12,23 +12,11 @@ __all__ = ["selective_scan", "selective_scan_step", "selective_scan_step_"]
 
 
 def selective_scan(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    decay: Array | None = None,
-    dt_softplus: bool = False,
-    initial_state: Array | None = None,
-    cu_seqlens: AnyArray | None = None,
-    state_dtype: Any = None,
-    group: object = None,
-    backend: str | None = None,
-) -> tuple[Array, Array]:
+    x: Array, dt: Array, A: Array, B: Array, C: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, decay: Array | None = None, dt_softplus: bool = False,
+    initial_state: Array | None = None, cu_seqlens: AnyArray | None = None, state_dtype: Any = None,
+    group: object = None, backend: str | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute the selective scan of Mamba-1, with real A.
 
     Per batch row and channel, with state h of n numbers and h[-1] = initial_state::
@@ -86,20 +74,9 @@ def selective_scan(
 
 
 def selective_scan_step(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    state: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    decay: Array | None = None,
-    dt_softplus: bool = False,
-    backend: str | None = None,
-) -> tuple[Array, Array]:
+    x: Array, dt: Array, A: Array, B: Array, C: Array, state: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, decay: Array | None = None, dt_softplus: bool = False, backend: str | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """One token of `selective_scan`, or a few.
 
     Args:
@@ -135,19 +112,8 @@ def selective_scan_step(
 
 
 def selective_scan_step_(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    state: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    decay: Array | None = None,
-    dt_softplus: bool = False,
-    backend: str | None = None,
-) -> tuple[Array, Array]:
+    x: Array, dt: Array, A: Array, B: Array, C: Array, state: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, decay: Array | None = None, dt_softplus: bool = False, backend: str | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute `selective_scan_step`, overwrite ``state`` with the new state, and return it. There is no gradient."""
     return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias, decay), (dt_softplus,), backend), state

@@ -47,21 +47,10 @@ def steps_per_launch() -> int:
 
 @partial(jax.jit, static_argnames=("dt_softplus", "state_dtype"))
 def selective_scan(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    decay: Array | None = None,
-    dt_softplus: bool = False,
-    initial_state: Array | None = None,
-    cu_seqlens: Array | None = None,
-    state_dtype: Any = None,
-) -> tuple[Array, Array]:
+    x: Array, dt: Array, A: Array, B: Array, C: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, decay: Array | None = None, dt_softplus: bool = False,
+    initial_state: Array | None = None, cu_seqlens: Array | None = None, state_dtype: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.selective_scan` on JAX arrays; see there for the equations and the arguments."""
     batch, seqlen, dim = x.shape
     dstate = A.shape[1]
@@ -184,19 +173,9 @@ def _blocked_scan(step: Any, carry: Array, inputs: Any) -> tuple[Array, Any]:
 
 @partial(jax.jit, static_argnames=("dt_softplus",))
 def selective_scan_step(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    state: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    decay: Array | None = None,
-    dt_softplus: bool = False,
-) -> tuple[Array, Array]:
+    x: Array, dt: Array, A: Array, B: Array, C: Array, state: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, decay: Array | None = None, dt_softplus: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.selective_scan_step`: ``x (b, d)`` or a short run ``(b, t, d)``."""
     if x.ndim == 3:
 

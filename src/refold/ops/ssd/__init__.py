@@ -13,24 +13,11 @@ __all__ = ["ssd", "ssd_step", "ssd_step_"]
 
 
 def ssd(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_state: Array | None = None,
-    cu_seqlens: AnyArray | None = None,
-    chunk_size: int | None = None,
-    state_dtype: Any = None,
-    group: object = None,
-    backend: str | None = None,
-) -> tuple[Array, Array]:
+    x: Array, dt: Array, A: Array, B: Array, C: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: Array | None = None, cu_seqlens: AnyArray | None = None, chunk_size: int | None = None,
+    state_dtype: Any = None, group: object = None, backend: str | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute the state space dual scan of Mamba-2.
 
     Per batch row and head, with state S of shape (p, n) and S[-1] = initial_state::
@@ -93,20 +80,10 @@ def ssd(
 
 
 def ssd_step(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    state: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    x: Array, dt: Array, A: Array, B: Array, C: Array, state: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
     backend: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """One token of `ssd`, or a few.
 
     Computes exactly what `ssd` computes with ``initial_state=state``, limits included, so that decoding agrees with
@@ -145,19 +122,9 @@ def ssd_step(
 
 
 def ssd_step_(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    state: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    x: Array, dt: Array, A: Array, B: Array, C: Array, state: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
     backend: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute `ssd_step`, overwrite ``state`` with the new state, and return it. There is no gradient."""
     return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus, dt_limit), backend), state

@@ -47,22 +47,11 @@ def default_chunk_size() -> int:
 
 @partial(jax.jit, static_argnames=("dt_softplus", "dt_limit", "chunk_size", "state_dtype"))
 def ssd(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_state: Array | None = None,
-    cu_seqlens: Array | None = None,
-    chunk_size: int | None = None,
+    x: Array, dt: Array, A: Array, B: Array, C: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: Array | None = None, cu_seqlens: Array | None = None, chunk_size: int | None = None,
     state_dtype: Any = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.ssd` on JAX arrays; see there for the equations and the arguments."""
     batch, seqlen, nheads, headdim = x.shape
     dstate = B.shape[3]
@@ -326,19 +315,9 @@ def _sums_between(total: Array) -> Array:
 
 @partial(jax.jit, static_argnames=("dt_softplus", "dt_limit"))
 def ssd_step(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    state: Array,
-    *,
-    D: Array | None = None,
-    z: Array | None = None,
-    dt_bias: Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-) -> tuple[Array, Array]:
+    x: Array, dt: Array, A: Array, B: Array, C: Array, state: Array, *, D: Array | None = None, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.ssd_step` on JAX arrays: a true step, O(h p n), or a short run of them.
 
     Takes ``x (b, h, p)`` or ``(b, t, h, p)``, the other inputs alike; returns ``y`` like ``x`` and the new state in

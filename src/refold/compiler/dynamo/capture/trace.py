@@ -323,16 +323,9 @@ class _Tracing:
 
 
 def _create_proxy(
-    tx: Translator,
-    code: LoopCode,
-    create: Callable[..., Any],
-    kind: str,
-    target: Any,
-    args: Any,
-    kwargs: Any,
-    *rest: Any,
-    **more: Any,
-) -> Any:
+    tx: Translator, code: LoopCode, create: Callable[..., Any], kind: str, target: Any, args: Any, kwargs: Any,
+    *rest: Any, **more: Any,
+) -> Any:  # fmt: skip
     """Create a proxy; positions that depend on the step are selected first, for indexing makes them constants.
 
     A number that the function is called with is read from its tensor outside of the loop: Dynamo reads it once.
