@@ -1,5 +1,7 @@
 """The local repository for the package ``kernels``; each test that replaces functions runs in its own process."""
 
+import inspect
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,8 +11,8 @@ import pytest
 from transformers.utils import is_kernels_available
 
 from refold.errors import ArgumentError
-from refold.integrations.kernels import FUNCTIONS, kernel_mapping
-from support.families import EVERY
+from refold.integrations.kernels import FUNCTIONS, kernel_mapping, layers
+from support.families import EVERY, make
 
 REASON = "the package kernels is not installed" if find_spec("kernels") is None else "transformers wants other kernels"
 
@@ -63,6 +65,14 @@ def test_models_run_on_it(name):
     program = PROGRAM.format(path=[str(here.parents[1]), str(here.parents[2] / "src")], name=name)
     result = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if "-" not in name])
+def test_what_a_modeling_file_lets_be_replaced_is_in_the_mapping(name):
+    """Every decorated function that has a layer here, with the layer's own parameters."""
+    module = inspect.getmodule(make(name).forward)
+    named = set(re.findall(r'with_fallback\(\s*"(\w+)"', inspect.getsource(module)))
+    assert named & set(layers.__all__) == set(FUNCTIONS.get(name, ()))
 
 
 def test_the_mapping():

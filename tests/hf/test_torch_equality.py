@@ -12,9 +12,10 @@ from refold.errors import CheckpointError
 from refold.generate.cli import generate_text
 from refold.generate.sampling import Sampling
 from refold.generate.torch import Generator
-from refold.models.configs import MambaConfig
+from refold.models.configs import _READERS, MambaConfig
 from refold.models.torch import load_checkpoint, model_for
 from support.checkpoints import NAMES, VOCAB, prompt, saved
+from support.families import EVERY
 
 STEPS = 64
 BIASED = ("mamba-untied", "mamba2-groups", "bamba-biases", "granite-odd")
@@ -150,7 +151,7 @@ def test_files_of_every_kind_give_the_same_tokens(tmp_path: Path) -> None:
         assert float((one - other[:, :VOCAB]).abs().max()) <= 8 * 2**-23 * float(one.abs().max())
 
 
-@pytest.mark.parametrize("family", ["jamba", "zamba", "zamba2", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("family", [name for name in EVERY if "-" not in name and name not in _READERS])
 def test_a_family_without_a_model_says_what_to_do(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(CheckpointError, match=r"unknown architecture.*refold\.accelerate\(model\)"):

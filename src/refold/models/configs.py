@@ -621,5 +621,9 @@ _READERS: dict[str, Callable[[_Settings], Config]] = {
     "state-spaces": _state_spaces,
 }
 
-_ACCELERATED = ("jamba", "zamba", "zamba2", "falcon_h1", "nemotron_h")
+_ACCELERATED = (
+    "jamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp",
+    "qwen4_exp_text", "lara_mini", "olmo_hybrid", "kimi_linear", "glm5_next", "glm5_next_text", "bailing_hybrid",
+    "minimax",
+)  # fmt: skip
 """Families that have no reader here, but whose layers `refold.accelerate` replaces."""

@@ -19,10 +19,16 @@ _MAMBA2 = dict.fromkeys(
 )
 _CONVOLUTIONS = _BOTH[:2]
 _GATED = dict.fromkeys(
-    ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "olmo_hybrid"),
+    (
+        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text",
+        "lara_mini", "olmo_hybrid",
+    ),
     (*_CONVOLUTIONS, "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+)  # fmt: skip
+_KDA = dict.fromkeys(
+    ("kimi_linear", "glm5_next", "glm5_next_text", "bailing_hybrid"),
+    (*_CONVOLUTIONS, "chunk_kda", "fused_recurrent_kda"),
 )
-_KDA = dict.fromkeys(("kimi_linear", "glm5_next"), (*_CONVOLUTIONS, "chunk_kda", "fused_recurrent_kda"))
 FUNCTIONS = _MAMBA1 | _MAMBA2 | _GATED | _KDA
 """``model_type`` -> the functions of its modeling file that have a layer here."""
 
