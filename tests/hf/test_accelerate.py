@@ -813,6 +813,17 @@ def test_compiled_decoding(name):
     assert [tokens] == expected
 
 
+def test_a_cache_of_inference_mode_goes_on_outside_of_it():
+    """MiniMax's cache takes new states in place of old ones; those of other families are written to, and cannot."""
+    model, ids = make("minimax"), ids_of(1, 6)
+    refold.accelerate(model)
+    with torch.inference_mode():
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+    with torch.no_grad():
+        steps = [model(ids[:, t : t + 1], use_cache=True, past_key_values=cache).logits for t in (4, 5)]
+        torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits[:, 4:], rtol=1e-4, atol=1e-5)
+
+
 def test_decoding_without_no_grad():
     model, ids = make("mamba2"), ids_of(1, 5)
     refold.accelerate(model)

@@ -460,7 +460,7 @@ def _scan(
         tokens = tokens | {"dt": call.without_padding(steps)}
     elif "dt" in tokens and "dt_bias" in parameters:
         parameters["dt_softplus"] = True
-    if state is not None and seqlen == 1 and documents is None and not torch.is_grad_enabled():
+    if state is not None and seqlen == 1 and documents is None and _may_change(state):
         one = {name: None if v is None else v[:, 0] for name, v in tokens.items()}
         y, state = step_(**one, state=state, **parameters)  # the cache's own state
         return y[:, None], state
@@ -477,6 +477,13 @@ def _scan(
         else:
             call.cache.update_recurrent_state(store(after), call.layer)
     return y, after
+
+
+def _may_change(state: Tensor) -> bool:
+    """Whether a state that a cache holds may be overwritten: nothing needs a gradient, and its mode allows it."""
+    if torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not state.is_inference()
 
 
 def _step_sizes(dt: Any, bias: Tensor | None, low: float = 0.0, high: float = math.inf) -> Tensor:
