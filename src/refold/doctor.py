@@ -60,7 +60,7 @@ def _judged(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def _losses(versions: Mapping[str, str]) -> dict[str, str]:
-    """Return what is off. Tests show that tested releases have all names; with others, each door is opened to see."""
+    """List what is off. Tests show that tested releases have all names; with others, each door is opened to see."""
     installed = {name: text for name, text in versions.items() if text != NONE}
     off: list[str] = []
     if "torch" in installed and untested("torch", installed["torch"]):

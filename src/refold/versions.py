@@ -76,7 +76,7 @@ def forget() -> None:
 
 
 def losses(versions: Iterable[tuple[str, str]] = ()) -> list[str]:
-    """Return what is off: what was noted in this process, and what is known of these packages and versions."""
+    """List what is off: what was noted in this process, and what is known of these packages and versions."""
     versions = list(versions)
     new = [
         f"{UNTESTED[package]}: {why}"

@@ -174,7 +174,7 @@ def env_command() -> None:
 
 
 def _no_memory(error: Exception) -> str | None:
-    """Return what an error says about memory that is used up, or None. Not all packages have a class for it."""
+    """Read what an error says about memory that is used up, or None. Not all packages have a class for it."""
     import torch
 
     text = str(error)

@@ -77,7 +77,7 @@ def reader(generator: Generator, batch: int, seqlen: int) -> Any:
 
 
 def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
-    """Return what XLA counts for one decoding step."""
+    """Let XLA count one decoding step."""
     params, state = map(take_layers_apart, (generator.params, generator.read([[7] * PAST] * batch).state))
     step = jax.jit(lambda p, t, s: generator.model.step(generator.config, p, t, s), donate_argnums=2)
     analysis: Any = step.lower(params, jnp.zeros(batch, jnp.int32), state).compile().cost_analysis()
@@ -85,7 +85,7 @@ def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
 
 
 def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
-    """Return what XLA counts for a prefill of Mamba-2: it counts a loop body once, so a layer is counted by itself."""
+    """Let XLA count a prefill of Mamba-2: it counts a loop body once, so a layer is counted by itself."""
     config = generator.config
     if not isinstance(config, Mamba2Config):
         return {}

@@ -244,7 +244,7 @@ def decode(
 
 
 def needed(model: Config, batch: int, past: int = 0) -> Callable[[Callable[[], None]], counts.Counts]:
-    """Return what counts the work of a call that decodes, whose states have the dtype that it names."""
+    """Make a counter of the work of a call that decodes, whose states have the dtype that it names."""
     return lambda call: counts.decode(model, batch, 2, getattr(torch, vars(call)["state_dtype"]).itemsize, past)
 
 

@@ -170,7 +170,7 @@ def judged(part: Part, row: Row) -> Row:
 
 
 def counted(row: Row) -> Row | None:
-    """Return what a suite's row counts: launches, greedy tokens equal to float64's, or elements near float64."""
+    """Take what a suite's row counts: launches, greedy tokens equal to float64's, or elements near float64."""
     for what, counts in (
         ("launches", row.get("launches") or row.get("kernels")),
         (f"of {row.get('steps')} greedy tokens equal", row.get("equal")),

@@ -172,7 +172,7 @@ def by_program(row: Row) -> dict[str, Any]:
 
 
 def identity(row: Row) -> tuple[tuple[str, str], ...]:
-    """Return what a row measures: rows with the same identity can be compared."""
+    """Identify a measurement: rows with the same identity can be compared."""
     return tuple((key, str(row[key])) for key in _IDENTITY if key in row and row[key] is not None)
 
 

@@ -57,7 +57,7 @@ class Case(NamedTuple):
     layers: int = 0
 
     def about(self) -> Row:
-        """Return what a row says of it."""
+        """Describe it for a row."""
         backend = f"{self.ranks} ranks" + (f", {self.way}" if self.way != "states" else "")
         found: Row = {"op": self.op, "pass": self.kind, "backend": backend, "case": f"{self.tokens} tokens a rank"}
         return (

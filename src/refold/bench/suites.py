@@ -54,7 +54,7 @@ class Suite:
         return found(self.name) if self.named else found  # type: ignore[no-any-return]
 
     def about(self) -> str:
-        """Return what it shows."""
+        """Say what it shows."""
         return (inspect.getdoc(self.load()) or "").splitlines()[0]
 
     def options(self) -> dict[str, Any]:

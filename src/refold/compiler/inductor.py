@@ -282,7 +282,7 @@ def clone_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 
 def arguments(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Return what to call a program with, so that autograd's gradients go to copies of the inputs.
+    """Choose the arguments of a call, so that autograd's gradients go to copies of the inputs.
 
     An input that is the result of an operation may be changed in place. A copy that is a leaf may not, so what is
     passed is a copy of that one.

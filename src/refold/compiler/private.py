@@ -37,7 +37,7 @@ _MISSING: Any = object()
 
 
 def _find(name: str, cost: str) -> Any:
-    """Return what a dotted name stands for, or, with a warning that names the cost, `_MISSING`."""
+    """Look a dotted name up; if it is missing, warn of the cost and return `_MISSING`."""
     module, _, leaf = name.rpartition(".")
     try:
         return getattr(import_module(module), leaf)

@@ -269,5 +269,5 @@ class Refusal(Exception):
 
 
 def refused(reason: str, message: str) -> str:
-    """Return what a report says of a rewrite that is not used: the message, the id and the remedy."""
+    """Say why a rewrite is not used, for reports: the message, the id and the remedy."""
     return Refusal(reason, message).advice

@@ -163,7 +163,7 @@ class GraphCompile:
         return [row for row in self.rows.values() if row.status == "applied"]
 
     def _report(self, before: Cost, after: Cost) -> GraphReport:
-        """Return what is known by now."""
+        """Report what is known by now."""
         return replace(
             self.start,
             mode=self.mode,

@@ -197,7 +197,7 @@ def _known(adapter: Callable[..., Any], *args: Any, **kw: Any) -> Any:
 
 
 def _extended(door: Door, ours: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Return what SGLang expects of a prefill: outputs; for gated DeltaNet layers, two kinds of states after them."""
+    """Give SGLang the results of a prefill: outputs; for gated DeltaNet layers, two kinds of states after them."""
     if door is not DOORS[0]:
         return ours(*args, **kw)
     if tracked():

@@ -91,7 +91,7 @@ class BaseGenerator(ABC, Generic[C]):
 
     @abstractmethod
     def _fresh(self, batch: int) -> dict[str, Any]:
-        """Return what `start` would save, without its memory."""
+        """Describe what `start` would save, without its memory."""
 
     @abstractmethod
     def _conversation(self, arrays: dict[str, Any]) -> C:

@@ -147,7 +147,7 @@ class Generator(BaseGenerator[Conversation]):
             yield np.concatenate(parts, axis=1)
 
     def _loop(self, conversation: Conversation, sampling: Sampling) -> Any:
-        """Return what decodes: a graph where there can be one."""
+        """Make the decoder: a graph where there can be one."""
         if kernels(conversation.logits) is None:
             return self._plain_loop
         kind = kind_of(sampling, self.config.vocab_size)

@@ -128,7 +128,7 @@ def _masks_of_others(model: Any, visible: Tensor, past: int) -> dict[str, Tensor
 def _offsets(
     who: str, documents: Documents, batch: int, past: int, mask: Tensor | None, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what separates documents for an implementation that takes no mask."""
+    """Give the arguments that separate documents for an implementation that takes no mask."""
     if given.get("cu_seq_lens_q") is not None:
         return {}
     if batch != 1 or past or (mask is not None and not bool(mask.all())):

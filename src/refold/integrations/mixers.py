@@ -247,7 +247,7 @@ def _decays(
 
 
 def _through(module: Any, names: str, x: Tensor) -> Tensor:
-    """Return what layers of a module, one after the other, make of ``x``."""
+    """Pass ``x`` through layers of a module, one after the other."""
     for name in names.split():
         x = getattr(module, name)(x)
     return x

@@ -71,7 +71,7 @@ class Padding:
         return torch.zeros_like(x).scatter(1, self._like(x), x)
 
     def back(self, y: Tensor) -> Tensor:
-        """Return what `behind` was given, or what was made of it."""
+        """Undo `behind`, of its result or of what was made of that."""
         return y.gather(1, self._like(y))
 
     def _like(self, x: Tensor) -> Tensor:

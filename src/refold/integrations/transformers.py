@@ -272,7 +272,7 @@ def _kind(module: nn.Module) -> type | None:
 
 
 def _other(module: nn.Module) -> str | None:
-    """Return what a layer is that has no forward here and may be taken for one that has; None of any other module."""
+    """Name a layer that has no forward here and may be taken for one that has; None for any other module."""
     for kind in type(module).__mro__:
         for end, what in OTHERS.items():
             if kind.__name__.endswith(end):

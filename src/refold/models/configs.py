@@ -263,7 +263,7 @@ class _Settings:
         return float(self._checked(key, self.get(key, default), lambda v: _is_number(v) and v >= least, expected))
 
     def epsilon(self, key: str, default: float) -> float:
-        """Return what a norm adds to a mean of squares."""
+        """Read the number that a norm adds to a mean of squares."""
         return self.number(key, default, least=0.0)
 
     def part(self, key: str) -> "_Settings":

@@ -331,7 +331,7 @@ def _opened(original: Program, folder: Path, terms: Terms, resume: bool) -> tupl
 
 
 def _machine(terms: Terms) -> dict[str, Any]:
-    """Return what is worth knowing of the machine."""
+    """Describe the machine."""
     from ..compiler.environment import processor
 
     facts: dict[str, Any] = {"processor": processor(), "threads": terms.threads}

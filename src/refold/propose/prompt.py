@@ -29,12 +29,12 @@ def _parts() -> dict[str, Template]:
 
 
 def system() -> str:
-    """Return what the model is told once."""
+    """Write what the model is told once."""
     return _parts()["system"].substitute(words=", ".join(WORDS))
 
 
 def question(request: Request) -> str:
-    """Return what the model is asked."""
+    """Write what the model is asked."""
     attempts = "\n\n".join(_attempt(attempt) for attempt in request.attempts[:_SHOWN])
     return _parts()["request"].substitute(
         dtype=request.dtype,
@@ -51,7 +51,7 @@ def question(request: Request) -> str:
 
 
 def _facts(request: Request) -> str:
-    """Return what is known of the layer on this machine."""
+    """Write what is known of the layer on this machine."""
     parts = []
     if request.times_ms:
         parts.append("It takes " + ", ".join(f"{ms:.4g} ms by {name}" for name, ms in request.times_ms.items()) + ".")

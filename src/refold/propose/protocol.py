@@ -128,7 +128,7 @@ class Proposer(Protocol):
         ...
 
     def spent(self) -> dict[str, float]:
-        """Return what was used so far, as ``tokens`` and ``money``; empty if nothing is counted."""
+        """Count what was used so far, as ``tokens`` and ``money``; empty if nothing is counted."""
         ...
 
 

@@ -93,7 +93,7 @@ class Workshop:
         return {name: (run, median_ms(run, self.device, budget_s=0.3, most=5)) for name, run in found.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return what a request says about the layer, except its source."""
+        """Describe the layer for a request, except its source."""
         report = self.default[1]
         rows = [row for graph in report.graphs for row in graph.rewrites]
         found = {

@@ -52,7 +52,7 @@ def _template() -> jinja2.Template:
 
 
 def _graph(graph: GraphReport, ceilings: dict[str, float]) -> dict[str, Any]:
-    """Return what the page shows of a graph."""
+    """Choose the facts of a graph that the page shows."""
     missing = ", ".join(who for who in graph.times_ms if who not in graph.peak_bytes)
     return {
         "data": graph,

@@ -38,13 +38,13 @@ class Usage:
     everybody: float | None
 
     def __sub__(self, start: Usage) -> Usage:
-        """Return what was used since then."""
+        """Subtract: what was used since then."""
         told = None if self.everybody is None or start.everybody is None else self.everybody - start.everybody
         return Usage(self.wall - start.wall, self.own - start.own, told)
 
 
 def usage() -> Usage:
-    """Return what was used until now."""
+    """Read what was used until now."""
     return Usage(time.perf_counter(), time.process_time(), _everybody())
 
 

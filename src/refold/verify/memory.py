@@ -48,7 +48,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
-    """Return what a profiler saw, in the Chrome trace format."""
+    """List what a profiler saw, in the Chrome trace format."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -97,7 +97,7 @@ def named_loops() -> dict[str, Any]:
 
 
 def kernels(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return what was launched in a profiled call: ``{"name", "count", "ms"}``, the longest first.
+    """List what was launched in a profiled call: ``{"name", "count", "ms"}``, the longest first.
 
     On a GPU these are kernels and copies. On a CPU they are PyTorch's operators that do work, views excluded, and the
     loops that Inductor generated.

@@ -116,7 +116,7 @@ def _device(device: str) -> str:
 
 @functools.cache
 def versions() -> list[str]:
-    """Return what a decision depends on wherever it is taken: Python, PyTorch, its compilers, refold's own source."""
+    """List what a decision depends on wherever it is taken: Python, PyTorch, its compilers, refold's own source."""
     found = [platform.python_version(), torch.__version__, str(torch.version.cuda), str(torch.version.hip)]
     for name in ("triton", "numba"):
         try:

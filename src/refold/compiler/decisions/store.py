@@ -52,7 +52,7 @@ class Store:
         self.notes: list[str] = []
 
     def get(self, kind: str, key: str) -> tuple[Any, str] | None:
-        """Return what was decided, and whether ``this process`` or ``the disk`` knew it; None if neither did."""
+        """Look up what was decided, and whether ``this process`` or ``the disk`` knew it; None if neither did."""
         if self.folder is None:
             return None
         if (kept := _kept.get((str(self.folder), self.place, kind, key))) is not None:

@@ -214,7 +214,7 @@ class BeforeAutograd:
         return list(found)
 
     def _sources(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return what nodes are computed from, as far as Dynamo has nodes for it."""
+        """List what nodes are computed from, as far as Dynamo has nodes for it."""
         found: dict[Node, None] = {}
         stack = list(reversed(nodes))
         while stack:
@@ -264,14 +264,14 @@ class BeforeAutograd:
         return None
 
     def _change(self, node: Node) -> Node | None:
-        """Return what may change a node's memory in place, if anything."""
+        """Find a node that may change a node's memory in place."""
         if not storages(node) & self._changed:
             return None
         calls = [x for x in self.gm.graph.nodes if any(storages(y) & storages(node) for y in x.all_input_nodes)]
         return next(filter(writes, calls), calls[0])
 
     def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
-        """Return what computed a node, as it was traced; None if Dynamo has no node for it."""
+        """Cut out what computed a node, as it was traced; None if Dynamo has no node for it."""
         if root not in self._named:
             return None
         part = extract(self._traced[root.name], [self._traced[x.name] for x in inputs])
@@ -313,7 +313,7 @@ class BeforeAutograd:
         return self.gm
 
     def _with_fewer_copies(self, old: str, new: Node) -> Node:
-        """Return what replaces a node, without copies whose only purpose is a memory layout that nothing needs.
+        """Replace a node without copies whose only purpose is a memory layout that nothing needs.
 
         A candidate has the strides of the original, and a dense operand for an operator. Dynamo's graph is traced anew,
         so other strides are fine where no view relies on them and none leaves the graph. Operators take any operand
@@ -350,7 +350,7 @@ def _operators(gm: GraphModule) -> set[str]:
 
 
 def _before_copy(node: Node) -> Node | None:
-    """Return what a node is a copy of, with other strides or as a part of something larger; None if it is none."""
+    """Find the node of which this is a copy with other strides, or a part; None if it is none."""
     shape, inner = value(node).shape, list(range(value(node).dim()))
     order = inner
     if node.target is aten.permute.default:

@@ -150,7 +150,7 @@ class CallSite:
         return node
 
     def _held(self, x: Any) -> tuple[Any, int]:
-        """Return what a result of the body is after the last step: what a step so many before it made, or was given."""
+        """Trace a result of the body after the last step to what a step so many before it made, or was given."""
         given = self.loop.body.graph.find_nodes(op="placeholder")[: self.loop.carried]
         after, back = dict(zip(given, _results(self.loop), strict=False)), 0
         most = min(self.count, len(given) + 1) if isinstance(self.count, int) else SHORTEST
@@ -271,12 +271,12 @@ class CallSite:
 
 
 def _results(loop: CapturedLoop) -> list[Any]:
-    """Return what a step returns."""
+    """List a step's results."""
     return list(loop.body.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def unbound(unbind: Any) -> tuple[Node, int]:
-    """Return what is unbound, and along which axis."""
+    """Read which node is unbound, and along which axis."""
     return unbind.args[0], unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
 
 
@@ -286,7 +286,7 @@ def _name(tensor: Node, back: int) -> str:
 
 
 def _parts(split: Any) -> tuple[Node, int, int] | None:
-    """Return what is split, along which axis, and the size of all parts; None if they are not all of one."""
+    """Read which node is split, along which axis, and the size of its parts; None if they have several."""
     source, rank = split.args[0], example(split.args[0]).dim()
     dim = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % rank
     sizes = {known(part.shape[dim]) for part in split.meta["example_value"]}
@@ -300,6 +300,6 @@ def example(node: Node) -> torch.Tensor:
 
 
 def storage(node: Node) -> Any:
-    """Return what tells whether two nodes share memory."""
+    """Identify a node's memory: equal for two nodes that share it."""
     x = node.meta.get("example_value")
     return memory(x) if isinstance(x, torch.Tensor) else id(node)

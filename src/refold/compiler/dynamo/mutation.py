@@ -77,7 +77,7 @@ def _asked_to(node: Node) -> bool:
 
 
 def memory(x: torch.Tensor) -> Any:
-    """Return what tells whether two tensors share memory, also inside of ``torch.func``'s transforms."""
+    """Identify a tensor's memory: equal for two that share it, also inside of ``torch.func``'s transforms."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return StorageWeakRef(x.untyped_storage()).cdata

@@ -182,7 +182,7 @@ def _element(written: _Written) -> torch.Tensor:
 
 
 def _content(scatter: Any) -> Node:
-    """Return what is written, without the axis of size one."""
+    """Take the value that is written, without the axis of size one."""
     content = scatter.args[1]
     if scatter.target is aten.select_scatter.default:
         return content

@@ -267,7 +267,7 @@ def _detail(count: Any, loops: list[Loop]) -> str:
 
 
 def _begin(build: Builder, operands: Sequence[Node], origins: Sequence[Origin]) -> list[Node]:
-    """Return what operands are that a body has in addition to the loop's own."""
+    """Make the operands that a body has in addition to the loop's own."""
 
     def begin(origin: Origin) -> Node:
         x, dim, at = operands[origin.operand], origin.dim, origin.at

@@ -41,7 +41,7 @@ def expression(node: Node) -> str:
 
 
 def name_of(node: Node) -> str:
-    """Return what the user calls a node's value: the variable that gets it, or an argument; else the expression."""
+    """Give the user's name of a node's value: the variable that gets it, or an argument; else the expression."""
     if CALLED in node.meta:
         return node.meta[CALLED]
     if node.op == "placeholder":
@@ -138,7 +138,7 @@ def _expression(node: Node) -> Any:
 
 
 def _names(node: Node) -> set[str]:
-    """Return what a node's operation may be called in the source."""
+    """List the names that a node's operation may have in the source."""
     written = [node.target, *(fn for _, fn in node.meta.get("source_fn_stack") or ())]
     names = (str(getattr(x, "__name__", x)).removeprefix("aten.").split(".")[0] for x in written)
     return {y for x in names for y in (x, x.rstrip("_"), x.removeprefix("i"))}
@@ -179,7 +179,7 @@ def _parsed(text: str) -> dict[int, list[Any]]:
 
 
 def iterated(file: str, number: int) -> str:
-    """Return what the ``for`` at a line of a file goes through; empty if there is none."""
+    """Read which expression the ``for`` at a line of a file goes through; empty if there is none."""
     loops = _at(file, number, ast.For)
     return segment(file, loops[0].iter) if loops else ""
 

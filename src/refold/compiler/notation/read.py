@@ -527,7 +527,7 @@ class _Classes:
         self.owners: dict[tuple[object, object], dict[object, object]] = {}
 
     def find(self, axis: tuple[object, object]) -> tuple[object, object]:
-        """Return what stands for all axes that are one with this; an axis is an owner and a place there."""
+        """Find the axis that stands for all that are one with this; an axis is an owner and a place there."""
         if axis not in self.parent:
             self.parent[axis], self.owners[axis] = axis, {axis[0]: axis[1]}
         while self.parent[axis] != axis:

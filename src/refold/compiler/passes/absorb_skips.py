@@ -154,7 +154,7 @@ def _followed(y: Node, labels: tuple[Label, ...]) -> tuple[Node, tuple[Label, ..
 
 
 def _summand(end: Node, y: Node) -> tuple[Node | None, float]:
-    """Return what is added to y, and its scale."""
+    """Read the term that is added to y, and its scale."""
     a, b, alpha = arg(end, 0), arg(end, 1), end.kwargs.get("alpha", 1)
     sign = -1.0 if end.target is aten.sub.Tensor else 1.0
     if a is y and is_tensor(b) and b is not y:

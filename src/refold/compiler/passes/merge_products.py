@@ -55,7 +55,7 @@ def _plain(node: Node, at: int) -> bool:
 
 
 def _same(x: Node) -> Any:
-    """Return what is equal for two nodes that read one matrix: equal views of one value."""
+    """Make a key that is equal for two nodes that read one matrix: equal views of one value."""
     if x.target in _VIEWS:
         return x.target, x.args[0], str(x.args[1:])
     return x

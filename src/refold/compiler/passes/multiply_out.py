@@ -95,7 +95,7 @@ def multiply_out(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
 
 
 def _behind(root: Node) -> list[Node]:
-    """Return what a root reads through views, sums, products, scalings and diagonals; a few dozen nodes at most."""
+    """List what a root reads through views, sums, products, scalings and diagonals; a few dozen nodes at most."""
     seen: dict[Node, None] = {}
     stack = list(root.all_input_nodes)
     while stack and len(seen) < _LOOKED_AT:

@@ -78,7 +78,7 @@ def _convolved(build: Builder, conv: Node, x: Node, activation: str | None) -> N
 
 
 def _ends(root: Node, wanted: Callable[[str], bool]) -> list[tuple[Node, list[int]]]:
-    """Return what becomes the operator's result, as `_silus` does: the SiLUs of a value, or else the value itself."""
+    """List the nodes that become the result, as `_silus` does: the SiLUs of a value, or else the value itself."""
     silus = _silus(root)
     if silus and all(wanted(end.name) for end, _ in silus):
         return silus

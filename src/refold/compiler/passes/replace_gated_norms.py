@@ -114,7 +114,7 @@ def _read(rsqrt: Node) -> _Norm | None:
 
 
 def _before_widening(node: Node) -> Node:
-    """Return what a node was before it was converted to a wider type."""
+    """Find the node before its conversion to a wider type."""
     while node.target is _CONVERT and value(node).dtype.itemsize > value(arg(node, 0)).dtype.itemsize:
         node = arg(node, 0)
     return node

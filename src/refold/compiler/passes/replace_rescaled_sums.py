@@ -112,7 +112,7 @@ def _quotients(scaled: Any) -> Iterator[tuple[Any, _Product]]:
 
 
 def _summed(total: Node) -> tuple[Any, int]:
-    """Return what a long cumulative sum in one dtype adds up, and its axis; None for what is none."""
+    """Read the terms of a long cumulative sum in one dtype, and its axis; None for what is none."""
     x, dim = arg(total, 0), arg(total, 1, "dim")
     val = value(total)
     if not val.dim() or not val.is_floating_point() or value(x).dtype != val.dtype:
@@ -122,7 +122,7 @@ def _summed(total: Node) -> tuple[Any, int]:
 
 
 def _factors(found: _Product, dim: int) -> dict[str, Any] | None:
-    """Return what a product over time says of a recurrence; None if it is none, or over another axis."""
+    """Read a product over time as factors of a recurrence; None if it is none, or over another axis."""
     product, late = found.node, 0
     if not is_tensor(product):
         return None

@@ -106,7 +106,7 @@ def _only(found: Sequence[Any]) -> Any:
 
 
 def _split(product: Product) -> tuple[Segments, list[Factor]]:
-    """Return what the one factor that is a decay means, and the other factors."""
+    """Read the one factor that is a decay, and keep the other factors."""
     found = [(factor, read) for factor in product.factors if not factor.pending and (read := decay(factor.node))]
     factor, read = _only(found)
     require(unify_all(read.labels, factor.labels))

@@ -68,7 +68,7 @@ def gated_scan(
     sums = _running_sums(emit, g)
 
     def end(part: Node) -> Node:
-        """Return what holds at the end of each chunk: (b, c, l, k) becomes (b, c, 1, k)."""
+        """Take the values at the end of each chunk: (b, c, l, k) becomes (b, c, 1, k)."""
         return emit.call(aten.slice.Tensor, part, 2, CHUNK - 1, CHUNK)
 
     def decay(exponent: Node) -> Node:

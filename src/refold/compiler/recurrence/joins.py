@@ -63,7 +63,7 @@ def _cat(reroller: Reroller, root: Any) -> Node:
 
 
 def _alike(parts: Sequence[Node]) -> Sequence[Node]:
-    """Return what may be steps of one loop: all parts, or all but a last one that is of another size; else none."""
+    """Choose the parts that may be steps of one loop: all, or all but a last one that is of another size; else none."""
     steps = parts if len(parts) < 2 or _same_shape(parts[-1], parts[0]) else parts[:-1]
     return steps if all(_same_shape(part, parts[0]) for part in steps) else []
 
@@ -79,7 +79,7 @@ def _writes_on(user: Node, node: Node) -> bool:
 
 
 def _writes(root: Node) -> tuple[Node, list[Node]]:
-    """Return what a chain of writes starts from, and the writes, first one first."""
+    """Follow a chain of writes to its start; return that, and the writes, first one first."""
     chain: list[Node] = []
     node: Any = root
     while isinstance(node, Node) and node.target is root.target:
@@ -138,7 +138,7 @@ def _same_shape(a: Any, b: Any) -> bool:
 
 
 def _terms(root: Node) -> list[Node]:
-    """Return what a chain of additions adds up, first one first; empty if it is not all of one type."""
+    """List the terms of a chain of additions, first one first; empty if they are not all of one type."""
     terms: list[Node] = []
     stack: list[Any] = [root]
     while stack:

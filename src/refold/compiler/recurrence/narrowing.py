@@ -197,7 +197,7 @@ def _is_same(node: Node, source: Node) -> bool:
 
 
 def _backend(name: str, args: Sequence[Any]) -> Any:
-    """Return what would run a node of an operator."""
+    """Choose the backend that would run a node of an operator."""
     runner = RUNNERS[name]
     fakes: list[Any] = [value(x) if isinstance(x, Node) else tuple(x) if isinstance(x, list) else x for x in args]
     arrays = len(runner.spec.args)

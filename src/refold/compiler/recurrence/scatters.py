@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def content(scatter: Any) -> Any:
-    """Return what a write stores, without the copy that functionalisation makes of it."""
+    """Find the node that a write stores, without the copy that functionalisation makes of it."""
     new = scatter.args[1]
     while isinstance(new, Node) and new.target is aten.copy.default and plain_copy(new):
         new = new.args[1]

@@ -105,7 +105,7 @@ def _is_log_sigmoid(x: Node) -> bool:
 
 
 def _by_rule(x: Node) -> Sign:
-    """Return what the operation of a node says of its sign."""
+    """Tell a node's sign by its operation."""
     if x.target in _POSITIVE:
         return POSITIVE
     if (moved := read(x)) is not None:

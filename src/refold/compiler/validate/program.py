@@ -331,7 +331,7 @@ def _raced(
 
 
 def _costs(report: GraphReport) -> tuple[Cost, Cost]:
-    """Return what the rewritten graph and the original cost."""
+    """Count the costs of the rewritten graph and of the original."""
     return Cost(report.flops_after, report.bytes_after), Cost(report.flops_before, report.bytes_before)
 
 

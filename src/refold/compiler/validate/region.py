@@ -296,7 +296,7 @@ def _one_library_call(gm: GraphModule) -> bool:
 
 
 def _baseline(rewrite: Rewrite, options: Options) -> GraphModule | None:
-    """Return what the pipeline makes of the region without this rewrite; None if nothing."""
+    """Run the pipeline on the region without this rewrite; None if it changes nothing."""
     if inductor_seconds(len(rewrite.original.graph.nodes)) > RIVAL_S:
         return None
     twin = duplicate(rewrite.original)

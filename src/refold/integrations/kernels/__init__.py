@@ -34,7 +34,7 @@ FUNCTIONS = _MAMBA1 | _MAMBA2 | _GATED | _KDA
 
 
 def kernel_mapping(model_type: str) -> dict[str, str]:
-    """Return what ``transformers.KernelConfig`` takes for a model: name of a function -> ``"<folder>:<layer>"``.
+    """Map a model's functions for ``transformers.KernelConfig``: name of a function -> ``"<folder>:<layer>"``.
 
     The fused functions of a whole layer (``mamba_inner_fn``, ``mamba_split_conv1d_scan_combined``) are left out: they
     take the weights of projections and never call them. The package ``kernels`` knows no CPU in a ``KernelConfig``.

@@ -98,7 +98,7 @@ def _project(weights: Tree, u: Array) -> tuple[Array, Array]:
 
 
 def _selection(config: MambaConfig, weights: Tree, x: Array) -> tuple[Array, Array, Array]:
-    """Return what depends on the input: step sizes (float32), B and C."""
+    """Compute step sizes (float32), B and C from the input."""
     selected = linear(x, weights["x_proj"])
     dt, B, C = jnp.split(selected, [config.dt_rank, config.dt_rank + config.dstate], axis=-1)
     if config.selection_eps is not None:

@@ -36,7 +36,7 @@ def init_state(
 
 
 def _mixer(config: HybridConfig) -> ModuleType:
-    """Return what computes the layers that are not attention."""
+    """Choose the module that computes the layers that are not attention."""
     return delta if isinstance(config.mixer, DeltaConfig) else mamba2
 
 

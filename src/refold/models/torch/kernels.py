@@ -140,7 +140,7 @@ def normalised(x: Tensor, norm: Tensor, eps: float, offset: float = 0.0) -> Tens
 def _prepare(
     x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, group: int, gated: bool, offset: float = 0.0
 ) -> Tensor:
-    """Return what several rows are multiplied with, in the weight's dtype: gated or normalised."""
+    """Gate or normalise several rows before their product, in the weight's dtype."""
     batch, size = len(x), x.shape[1] // (1 + gated)
     y = torch.empty(batch, size, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(group)

@@ -84,7 +84,7 @@ def step_(config: MambaConfig, params: Tree, token: Tensor, state: Tree, *, acti
 
 
 def _selection(config: MambaConfig, weights: Tree, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what depends on the input: step sizes before bias and softplus, B and C."""
+    """Compute step sizes before bias and softplus, B and C from the input."""
     c = config
     dt, B, C = linear(x, weights["x_proj"]).split([c.dt_rank, c.dstate, c.dstate], -1)
     if c.selection_eps is not None:

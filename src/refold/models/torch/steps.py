@@ -148,7 +148,7 @@ def attend_(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, length: Tensor, *, scale: float,
     theta: float | None = None, rope_dim: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return what one token per row reads by attention, ``(b, h e)``, and write its key and value into the caches.
+    """Attend from one token per row, ``(b, h e)``, and write its key and value into the caches.
 
     Args:
         q: Queries, ``(b, h, e)``.

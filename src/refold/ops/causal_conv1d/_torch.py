@@ -143,7 +143,7 @@ class _Windows:
         return out if not self.packed else out.index_select(1, self.where[: self.seqlen] - self.front)
 
     def read(self, extended: Tensor, j: int) -> Tensor:
-        """Return what tap ``j`` reads for each token, (b, t, d)."""
+        """Take the inputs that tap ``j`` reads for each token, (b, t, d)."""
         if not self.packed:
             return extended[:, j : j + self.seqlen]
         return extended.index_select(1, self.where[: self.seqlen] - self.front + j)
@@ -172,11 +172,11 @@ class _Windows:
             dextended[0].index_add_(0, self.tails, dtail.flatten(0, 1))
 
     def inputs(self, extended: Tensor) -> Tensor:
-        """Return what belongs to the inputs, (b, t, d)."""
+        """Take the part of the inputs, (b, t, d)."""
         return extended[:, self.front :] if not self.packed else extended.index_select(1, self.where[: self.seqlen])
 
     def initial(self, extended: Tensor) -> Tensor:
-        """Return what belongs to the initial windows, (k, d, w - 1)."""
+        """Take the part of the initial windows, (k, d, w - 1)."""
         if not self.packed:
             return extended[:, : self.front].mT
         return extended[0].index_select(0, self.where[self.seqlen :]).reshape(self.rows, self.front, self.channels).mT

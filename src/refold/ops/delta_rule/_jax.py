@@ -253,7 +253,7 @@ def _segment(erase: bool, initial: Array, carry: Any, inputs: Any) -> tuple[Any,
 
 
 def _per_head(g: Array) -> Any:
-    """Return what computes Σ_d left_i k_j exp(c_i - c_j) for i > j, with one decay per head."""
+    """Make the function Σ_d left_i k_j exp(c_i - c_j) for i > j, with one decay per head."""
     before = jnp.tril(jnp.ones((g.shape[-2],) * 2, bool), -1)
     # [i, j] sums the log decays after j up to i; no sum is a difference of larger ones.
     within = jnp.exp(jnp.cumsum(jnp.where(before, g, 0), -2))

@@ -145,7 +145,7 @@ class Chunks:
             self.ints = (*sizes, scale, lower, limit, *tiles, *strides(g, 3), *strides(beta, 3))
 
     def __call__(self, stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens, *more) -> tuple[Any, ...]:
-        """Return what `chain` reads: queries, read keys, keys, T, P, rows, decays; and the sums of decays per key.
+        """Prepare `chain`: queries, read keys, keys, T, P, rows, decays; and the sums of decays per key.
 
         ``more`` are two arrays that get what a backward reads, see `_delta_prepare_kernel`.
         """

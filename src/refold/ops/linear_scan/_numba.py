@@ -78,7 +78,7 @@ def linear_scan_backward(
 def _cut(
     kernel: Kernel, x: Tensor, cu_seqlens: Tensor | None, reset: Tensor | None, reverse: bool, states: int
 ) -> Callable[[Tensor | None], tuple[int, Callable[..., None]]]:
-    """Return what gives, for offsets of sequences, their number and the sweep over them."""
+    """Make a function of the offsets of sequences: their number, and the sweep over them."""
     batch, seqlen, *rest = x.shape
     elements = math.prod(rest)
     flat = Slot(torch.float32, (batch, seqlen, elements))

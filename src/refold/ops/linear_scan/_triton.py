@@ -136,7 +136,7 @@ def _linear_scan_segments_kernel(
 
 @triton.jit
 def _past(state, cell, reset_ptr, own_ptr, factor_ptr, gone_ptr, mask):
-    """Return what a segment makes of the state before it, or of the adjoint after it."""
+    """Pass the state before a segment through it, or the adjoint after it."""
     state *= tl.load(factor_ptr + cell, mask=mask, other=0.0)
     if reset_ptr is not None:
         state = tl.where(tl.load(gone_ptr + cell, mask=mask, other=0.0) > 0, 0.0, state)

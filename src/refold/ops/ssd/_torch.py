@@ -371,7 +371,7 @@ class _Block:
         return groups.transpose(2, 3).reshape(self.x.shape)
 
     def mixing(self) -> Tensor:
-        """Return what multiplies X: (C_i·B_j) exp(c_i - c_j), (b, c, h, l, l)."""
+        """Compute the matrix that multiplies X: (C_i·B_j) exp(c_i - c_j), (b, c, h, l, l)."""
         # Without the upper triangle, which may overflow although no token asks for it.
         products = (self.C @ self.B.mT).tril_()  # (b, c, g, l, l)
         return (self.within.unflatten(2, (self.ngroups, -1)) * products[:, :, :, None]).flatten(2, 3)
@@ -383,7 +383,7 @@ class _Block:
         return torch.mul(x, self.d.transpose(2, 3)[..., None], out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
     def written(self) -> Tensor:
-        """Return what each chunk adds to the state, (b, c, h, p, n)."""
+        """Sum what each chunk adds to the state, (b, c, h, p, n)."""
         weighted = self.x * (self.until * self.d)[..., None]
         return (self.grouped(weighted).mT @ self.B).reshape(*self.total.shape, self.x.shape[-1], -1)
 
@@ -398,7 +398,7 @@ class _Block:
         return state.unflatten(2, (self.ngroups, -1)).flatten(3, 4)
 
     def read_gradient(self, dY: Tensor) -> Tensor:
-        """Return what each chunk adds to the gradient of the state that enters it, (b, c, h, p, n)."""
+        """Sum what each chunk adds to the gradient of the state that enters it, (b, c, h, p, n)."""
         weighted = self.grouped(dY * self.since[..., None])
         return (weighted.mT @ self.C).reshape(*self.total.shape, self.x.shape[-1], -1)
 

@@ -32,7 +32,7 @@ def gradients(problem: Problem, cotangents: list[np.ndarray]) -> dict[str, np.nd
 
 
 def results(problem: Problem, arrays: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return what the operator returns, as differentiable functions of the arrays."""
+    """Compute the operator's results as differentiable functions of the arrays."""
     spec = problem.spec
     function = getattr(import_module(f"{spec.module}.oracle"), spec.name.removesuffix("_step"))
     one = spec.time_optional and "t" not in problem.case.sizes

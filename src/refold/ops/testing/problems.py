@@ -45,7 +45,7 @@ class Problem:
         return self.dtype in ("float16", "bfloat16")
 
     def meta(self) -> Meta:
-        """Return what the spec finds in the call."""
+        """Let the spec read the call."""
         metas = {name: ArrayMeta(a.shape, self.dtype_of(name), "cpu") for name, a in self.arrays.items()}
         return self.spec.validate(Meta(self.spec.name, "numpy", metas, self.all_options()))
 

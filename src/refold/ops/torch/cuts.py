@@ -97,7 +97,7 @@ class Cut:
         return torch.cat(runs)
 
     def node(self) -> tuple[str, list[int], str]:
-        """Return what stands for the cut in the node of a graph; `cut_of_node` is the inverse."""
+        """Write the cut as arguments of a graph's node; `cut_of_node` is the inverse."""
         return self.name, list(self.lengths or ()), self.layout
 
 
@@ -109,7 +109,7 @@ def cut_of_node(name: str, lengths: Sequence[int], layout: str) -> Cut:
 
 
 def node_of(group: Any) -> tuple[str, list[int], str]:
-    """Return what stands for a group, a mesh or a cut in the node of a graph."""
+    """Write a group, a mesh or a cut as arguments of a graph's node."""
     return (group if isinstance(group, Cut) else Cut(group)).node()
 
 

@@ -46,7 +46,7 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
 
 
 def _at_once(node: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a node's function; or the node, if the dispatcher, which takes 8 us, has something to do.
+    """Make a caller of a node's function; of the node, if the dispatcher, which takes 8 us, has something to do.
 
     That is to show the call to someone, and to apply conjugation and signs that PyTorch left for later.
     """

@@ -63,14 +63,14 @@ def _as_it_is(array: Any) -> Any:
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Return what makes contiguous tensors: with the strides known, in two thirds of the time of ``torch.empty``."""
+    """Make a maker of contiguous tensors: with the strides known, in two thirds of the time of ``torch.empty``."""
     shape, strides = tuple(shape), torch.empty(shape, device="meta").stride()
     # Looked up at each call, so that tests can hand out memory full of NaN.
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def fresh_like(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return what makes contiguous tensors of the shape, dtype and device of another."""
+    """Make a maker of contiguous tensors of the shape, dtype and device of another."""
     return fresh(tensor.shape, tensor.dtype, tensor.device)
 
 

@@ -28,7 +28,7 @@ def _find_guards() -> Any:
 
 
 def _find_watched() -> Callable[[], bool]:
-    """Return what tells whether calls are traced, or go through modes or transforms."""
+    """Find the test whether calls are traced, or go through modes or transforms."""
     try:
         from torch.autograd import forward_ad
 
@@ -55,7 +55,7 @@ def _find_watched() -> Callable[[], bool]:
 
 
 def _find_profiled() -> Callable[[], bool]:
-    """Return what tells whether a profiler lists calls."""
+    """Find the test whether a profiler lists calls."""
     try:
         found: Callable[[], bool] = torch._C._autograd._profiler_enabled
     except AttributeError as error:
@@ -65,7 +65,7 @@ def _find_profiled() -> Callable[[], bool]:
 
 
 def _find_transformed() -> Callable[[torch.Tensor], bool]:
-    """Return what tells whether ``torch.func`` follows a tensor to differentiate."""
+    """Find the test whether ``torch.func`` follows a tensor to differentiate."""
     try:
         found: Callable[[torch.Tensor], bool] = torch._C._functorch.is_gradtrackingtensor
     except AttributeError:
@@ -79,7 +79,7 @@ def has_no_memory(x: torch.Tensor) -> bool:
 
 
 def _find_stream() -> Callable[[int], int]:
-    """Return what gives the raw handle of a device's current stream."""
+    """Find the getter of the raw handle of a device's current stream."""
     try:
         return torch._C._cuda_getCurrentRawStream
     except AttributeError:
@@ -90,7 +90,7 @@ def _find_stream() -> Callable[[int], int]:
 
 
 def _find_gradient() -> Callable[..., Callable[..., Any]] | None:
-    """Return what gives a node a gradient as ``torch.library.register_autograd`` does, and no cost without one."""
+    """Find how a node gets a gradient as ``torch.library.register_autograd`` gives it, at no cost without one."""
     try:
         from torch._library.autograd import Info, make_autograd_impl
 
@@ -119,7 +119,7 @@ def _find_gradient() -> Callable[..., Callable[..., Any]] | None:
 
 
 def schema(op: Any) -> Any:
-    """Return what an operation of PyTorch takes, writes to and returns.
+    """Give the schema of an operation of PyTorch: what it takes, writes to and returns.
 
     Raises:
         AttributeError: This PyTorch does not say. The compiler looks at import, and is off then.

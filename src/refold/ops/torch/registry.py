@@ -322,7 +322,7 @@ class _Runner:
         return resolve(self.spec, self.spec.validate(meta_of(self.spec, "torch", arrays, options)), backend)
 
     def _empty(self, arrays: Sequence[Tensor | None], options: Sequence[Any]) -> Callable[..., Any]:
-        """Return what gives the results of an empty batch, which no backend has to know of."""
+        """Make a function that gives the results of an empty batch, which no backend has to know of."""
         metas = self.spec.output_metas(self.spec.validate(meta_of(self.spec, "torch", arrays, options)))
         metas = metas[:1] if self.in_place else metas
 

@@ -130,7 +130,7 @@ def _placement(own: tuple[str, ...], axis: tuple[str, str] | None) -> Any:
 
 
 def _local(op: str, arg: Arg, a: Any, own: tuple[str, ...], axes: Sequence[tuple[str, str] | None]) -> Any:
-    """Return what this device holds of an argument, cut where the others are."""
+    """Take the part of an argument that this device holds, cut where the others are."""
     from torch.distributed.tensor import Partial
 
     wanted = [_placement(own, axis) for axis in axes]

@@ -99,7 +99,7 @@ class CarrySpec:
         return True
 
     def numbers(self, tx: Translator, nest: Location, given: Callable[[Numbers], Variable]) -> Iterator[Variable]:
-        """Return what to put in place of the numbers of a nest: what is given of those that grow."""
+        """Iterate over variables for the numbers of a nest: for those that grow, the given ones."""
         for at, x in numbers(nest.now(tx)).items():
             counter = self.counters.get(NumberIn(nest, at))
             yield x if counter is None else given(counter)

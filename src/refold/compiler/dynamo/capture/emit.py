@@ -190,7 +190,7 @@ def _is_read(location: Location, results: _Results, found: Trace, columns: list[
 
 
 def _passed_on(tx: Translator, found: Trace, location: Location) -> list[tuple[Node, Variable]]:
-    """Return what is before the loop where steps take it from."""
+    """List the values before the loop, where steps take them from."""
     return list(zip(found.carried.get(location, []), tensors(location.now(tx)), strict=False))
 
 
@@ -242,7 +242,7 @@ def _call(
 
 
 def _rows(tx: Translator, item: Variable, filled: Iterator[list[Variable]]) -> list[Variable]:
-    """Return what one step collects, for all steps."""
+    """Stack what one step collects, for all steps."""
     steps = zip(*[next(filled) for _ in tensors(item)], strict=True)
     return [rebuilt(tx, item, iter(row)) for row in steps]
 

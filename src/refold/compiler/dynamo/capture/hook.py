@@ -162,7 +162,7 @@ def _users_frame(tx: Translator) -> Translator:
 
 
 def _by_deque(tx: Translator, error: Exception) -> Refused | None:
-    """Return what to say of an error of Dynamo's at a line that names a deque of the frame."""
+    """Explain an error of Dynamo's at a line that names a deque of the frame."""
     stack = getattr(error, "real_stack", None)
     if isinstance(error, Refused) or not stack:
         return None

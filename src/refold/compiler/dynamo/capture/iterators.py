@@ -33,7 +33,7 @@ from .variables import Refused, Translator, Variable, example, form, is_constant
 
 
 def _find(name: str, loop: str) -> Any:
-    """Return what a dotted name stands for; a class of nothing, and a warning, if Dynamo does not have it."""
+    """Look a dotted name up; if Dynamo does not have it, warn and return a class of nothing."""
     module, _, leaf = name.rpartition(".")
     try:
         return getattr(import_module(f"torch._dynamo.{module}"), leaf)

@@ -40,7 +40,7 @@ def variable(tx: Translator, x: Any) -> Variable:
 
 
 def _named(tx: Translator, symbol: Any) -> str:
-    """Return what the user calls a size that is a symbol, as ``x.size()[1]``."""
+    """Give the user's name of a size that is a symbol, as ``x.size()[1]``."""
     sources = getattr(tx.output.shape_env, "var_to_sources", {}).get(symbol) or [symbol]
     name = getattr(sources[0], "name", str(symbol))
     return named(name() if callable(name) else name)
@@ -202,7 +202,7 @@ def _call(tx: Translator, fn: Any, x: Any, *rest: Any, **options: Any) -> Variab
 
 
 def start_over(log: Any) -> exc.RestartAnalysis:
-    """Return what makes Dynamo trace the frame again, with numbers for lengths."""
+    """Make the exception that lets Dynamo trace the frame again, with numbers for lengths."""
     setattr(log, _KNOWN, True)
     return exc.RestartAnalysis(restart_reason="a list of unknown length was looked at")
 

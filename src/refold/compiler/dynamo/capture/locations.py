@@ -36,7 +36,7 @@ class Location(Protocol):
         """What a person calls it."""
 
     def now(self, tx: Translator) -> Variable | None:
-        """Return what is there, if anything."""
+        """Read the variable that is there, if any."""
 
     def put(self, tx: Translator, x: Variable) -> None:
         """Leave something there."""
@@ -52,7 +52,7 @@ class Local:
     name: str
 
     def now(self, tx: Translator) -> Variable | None:
-        """Return what is there, if anything."""
+        """Read the variable that is there, if any."""
         return tx.symbolic_locals.get(self.name)
 
     def put(self, tx: Translator, x: Variable) -> None:
@@ -76,7 +76,7 @@ class Cell:
         return self.cell.local_name or "a variable of an outer function"
 
     def now(self, tx: Translator) -> Variable | None:
-        """Return what is there, if anything."""
+        """Read the variable that is there, if any."""
         stored = tx.output.side_effects.store_attr_mutations.get(self.cell, {})
         return stored.get(CONTENTS, self.cell.pre_existing_contents)
 
@@ -103,7 +103,7 @@ class Attribute:
         return f"{source_of(self.owner) or 'an object'}.{self.attribute}"
 
     def now(self, tx: Translator) -> Variable | None:
-        """Return what it was set to, if it was."""
+        """Read the variable that it was set to, if it was."""
         return tx.output.side_effects.store_attr_mutations.get(self.owner, {}).get(self.attribute)
 
     def put(self, tx: Translator, x: Variable) -> None:
@@ -242,7 +242,7 @@ class AttributeRecorder:
             x.mutation_type = _of_this_scope(x.mutation_type)
 
     def changed(self, tx: Translator) -> dict[Location, Variable | None]:
-        """Return what is no longer what it was."""
+        """List the locations that hold another variable than before."""
         found: dict[Location, Variable | None] = {}
         for cell, was in self.contents.items():
             if (now := cell.now(tx)) is not was:
@@ -278,7 +278,7 @@ class DictRecorder:
         owner.items, owner.mutation_type = copy.copy(owner.items), _of_this_scope(owner.mutation_type)
 
     def changed(self, tx: Translator) -> dict[Location, Variable | None]:
-        """Return what is no longer what it was.
+        """List the locations that hold another variable than before.
 
         Raises:
             Refused: The keys are not.

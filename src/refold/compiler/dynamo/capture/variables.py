@@ -49,12 +49,12 @@ def not_carried(names: str) -> Refused:
 
 
 def realized(x: Variable) -> Variable:
-    """Return what a lazy variable stands for."""
+    """Realize a lazy variable."""
     return x.realize() if isinstance(x, LazyVariableTracker) else x
 
 
 def name_of(tx: Translator, x: Variable) -> str:
-    """Return what the user calls a variable of Dynamo's: a local variable of the frame, or where it comes from."""
+    """Give the user's name of a variable of Dynamo's: a local variable of the frame, or where it comes from."""
     local = next((name for name, y in tx.symbolic_locals.items() if y is x), None)
     return local or source_of(x) or "a list"
 
@@ -119,7 +119,7 @@ def changeable(x: Variable) -> list[Variable]:
 
 
 def attributes(x: Variable) -> dict[str, Variable]:
-    """Return what an object that was made in the compiled code has in its attributes."""
+    """Read the attributes of an object that was made in the compiled code."""
     tx: Any = InstructionTranslator.current_tx()
     return tx.output.side_effects.store_attr_mutations.get(x, {})
 
@@ -213,7 +213,7 @@ def example(x: Variable) -> torch.Tensor:
 
 
 def form(x: torch.Tensor, name: str = "") -> tuple[Any, ...]:
-    """Return what a program can ask of a tensor, by its name, without reading it; no size may depend on the step."""
+    """List what a program can ask of a tensor, by its name, without reading it; no size may depend on the step."""
     shape, strides = (_fixed(sizes, name) for sizes in (x.shape, x.stride()))
     return (type(x), shape, strides, x.dtype, x.device, x.requires_grad)
 
