@@ -151,7 +151,7 @@ def _models(suite: str, names: tuple[str, ...]) -> Iterator[tuple[str, Config, C
 
 
 @dataclass(frozen=True)
-class Rival:
+class Peer:
     """A model of another package.
 
     Attributes:
@@ -169,7 +169,7 @@ class Rival:
     reader: Callable[[Any, int], Callable[[], None]]
 
 
-def rivals(model: Mamba2Config | MambaConfig, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[Rival]:
+def rivals(model: Mamba2Config | MambaConfig, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[Peer]:
     """Return mamba-ssm with its CUDA graph, transformers with its kernels, and transformers accelerated by refold."""
 
     def transformers(accelerated: bool) -> Any:
@@ -183,21 +183,21 @@ def rivals(model: Mamba2Config | MambaConfig, device: str = "cuda", dtype: torch
     official = "mamba_ssm.models.mixer_seq_simple", *(() if isinstance(model, Mamba2Config) else _MAMBA1)
     read = peers.transformers_reader
     return [
-        Rival(
+        Peer(
             f"{peers.name_of_mamba_ssm()}{', CUDA graph' if graph else ''}",
             peers.absent(*official),
             cache(lambda: peers.of_mamba_ssm(model, device, dtype)),
             partial(peers.mamba_ssm_decoder, graph=graph),
             peers.mamba_ssm_reader,
         ),
-        Rival(
+        Peer(
             "transformers, mamba-ssm's kernels",
             peers.absent("mamba_ssm.ops.triton.selective_state_update", "causal_conv1d_cuda", *official[1:]),
             cache(lambda: transformers(False)),
             peers.transformers_decoder,
             read,
         ),
-        Rival(
+        Peer(
             f"transformers, accelerated{', CUDA graph' if graph else ''}",
             None,
             cache(lambda: transformers(True)),
@@ -270,7 +270,7 @@ def prefill(
 
 
 def rival_rows(
-    rival: Rival, name: str, what: str, how: Callable[..., Callable[[], None]], sizes: tuple[int, ...],
+    rival: Peer, name: str, what: str, how: Callable[..., Callable[[], None]], sizes: tuple[int, ...],
     need: counts.Counts | Callable[[Callable[[], None]], counts.Counts], repeats: int, rounds: int = 1,
 ) -> Iterator[Row]:  # fmt: skip
     """Time what ``how`` returns for another package's model and sizes, or say why it is not run.

@@ -53,7 +53,7 @@ HEAD = 512  # Tokens, or rows, of the slice that is compared with float64.
 GRADIENT_BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 
 
-class Case(Timed):
+class TimedCall(Timed):
     """One call, and what is measured of it."""
 
     @property
@@ -173,7 +173,7 @@ def host_us(run: Callable[[], Any]) -> float:
     return min(times)
 
 
-def graph_ms(case: Case) -> float:
+def graph_ms(case: TimedCall) -> float:
     """Return the time per layer of a CUDA graph that calls the operator once for each of many layers."""
     given, run = case.arguments, case.function
     size = sum(a.nbytes for a in given.values() if isinstance(a, torch.Tensor))
@@ -187,7 +187,7 @@ def graph_ms(case: Case) -> float:
     return statistics.median(time_ms(graph.replay, cold=False)) / count
 
 
-def measure(case: Case, copy_rate: float) -> Row:
+def measure(case: TimedCall, copy_rate: float) -> Row:
     """Return the row of a case."""
     error, meta = case.error(), case.meta()
     moved = case.spec.bytes_moved(meta)
@@ -214,7 +214,7 @@ def measure(case: Case, copy_rate: float) -> Row:
 ABSENT = {"mamba_ssm": "it cannot be imported, or has no such function", "fused": "no checkout was given"}
 
 
-def rivals(case: Case) -> Row:
+def rivals(case: TimedCall) -> Row:
     """Return the times of other packages' kernels, and how near all results are to float64 if the call is graded."""
     row: Row = {"accuracy": {"refold": case.accuracy(case.run)}} if case.graded else {}
     device = next(x.device for x in case.arguments.values() if isinstance(x, torch.Tensor))
@@ -233,7 +233,7 @@ def rivals(case: Case) -> Row:
     return row
 
 
-def measure_backward(case: Case, copy_rate: float) -> Row:
+def measure_backward(case: TimedCall, copy_rate: float) -> Row:
     """Return the row of a case's gradients."""
     row: Row = {"op": case.op, "pass": "backward", "case": case.name, "dtype": str(case.dtype)[6:]}
     row["errors"] = case.gradient_errors()
@@ -287,7 +287,7 @@ def extra_gib(run: Callable[[], tuple[torch.Tensor, torch.Tensor]], leaves: list
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def _suite(cases: Iterator[Case], measured: Callable[[Case, float], Row] | None = None) -> Iterator[Row]:
+def _suite(cases: Iterator[TimedCall], measured: Callable[[TimedCall, float], Row] | None = None) -> Iterator[Row]:
     if not torch.cuda.is_available():
         raise DeviceError("this suite needs a CUDA device, and there is none. The suite cpu needs none")
     copy_rate = None
@@ -305,6 +305,6 @@ def operator_suite(name: str) -> Callable[..., Iterator[Row]]:
 
     @wraps(listed[0])
     def suite(**options: Any) -> Iterator[Row]:
-        return _suite((Case(**vars(case)) for cases in listed for case in cases(**options)), measured)
+        return _suite((TimedCall(**vars(case)) for cases in listed for case in cases(**options)), measured)
 
     return suite

@@ -46,7 +46,7 @@ CALLS = 4
 """Calls of an operator in a row; the host does not wait between them, as between the layers of a model."""
 
 
-class Case(NamedTuple):
+class Task(NamedTuple):
     """What is measured: an operator, or some layers of a model."""
 
     op: str
@@ -65,7 +65,7 @@ class Case(NamedTuple):
         )
 
 
-def _operator(case: Case, cut: Cut | None) -> Callable[[], object]:
+def _operator(case: Task, cut: Cut | None) -> Callable[[], object]:
     """Return a call of an operator on the tokens of this rank."""
     operator, given = getattr(ops, case.op), timed.shared_calls()[case.op](case.tokens)
     inputs = [a.requires_grad_() for a in given.values() if isinstance(a, Tensor) and case.kind == "training"]
@@ -81,7 +81,7 @@ def _operator(case: Case, cut: Cut | None) -> Callable[[], object]:
     return call
 
 
-def _model(case: Case, cut: Cut | None, device: str) -> Callable[[], object]:
+def _model(case: Task, cut: Cut | None, device: str) -> Callable[[], object]:
     """Return a call of a model: its last logits; or gradients of all weights but the head's, layer by layer again."""
     found = MODELS[case.op.removeprefix("mamba2-")]
     assert isinstance(found, Mamba2Config)
@@ -172,7 +172,7 @@ def overlap(line: list[tuple[float, float, str]]) -> Row:
     return sums
 
 
-def _measure(case: Case, device: torch.device, repeats: int) -> Row:
+def _measure(case: Task, device: torch.device, repeats: int) -> Row:
     """Measure one case, as each rank does."""
     torch.manual_seed(dist.get_rank())
     cut = None if case.ranks == 1 else Cut(dist.group.WORLD, (case.tokens,) * case.ranks)
@@ -191,7 +191,7 @@ def _measure(case: Case, device: torch.device, repeats: int) -> Row:
     return found
 
 
-def _work(rank: int, ranks: int, device: str, folder: str, cases: list[Case], repeats: int, told: Any) -> None:
+def _work(rank: int, ranks: int, device: str, folder: str, cases: list[Task], repeats: int, told: Any) -> None:
     """Measure all cases as one rank; the first tells what it finds, or why a case did not run."""
     timed.place = device
     at = torch.device(device, rank) if device == "cuda" else torch.device(device)
@@ -213,7 +213,7 @@ def _work(rank: int, ranks: int, device: str, folder: str, cases: list[Case], re
     dist.destroy_process_group()
 
 
-def _rows(cases: list[Case], ranks: int, device: str, repeats: int) -> Iterator[Row]:
+def _rows(cases: list[Task], ranks: int, device: str, repeats: int) -> Iterator[Row]:
     """Yield the rows of cases; if a process ends with an error, those before it."""
     cases = [
         case
@@ -251,7 +251,7 @@ def scale(
     check_names("scale: ways", ways, WAYS)
     most = max(ranks)
     cases = [
-        Case(op, kind, n, count, way)
+        Task(op, kind, n, count, way)
         for op in operators for kind in passes for count in sorted(ranks)
         for n in sorted({*tokens, *(n * most for n in tokens if count == 1)})
         for way in (ways if count > 1 else WAYS[:1])
@@ -267,7 +267,7 @@ def scale_models(
     check_names("scale-models: model", [model], [name for name in MODELS if name[0].isdigit()])
     check_names("scale-models: passes", passes, PASSES)
     cases = [
-        Case(f"mamba2-{model}", kind, n, count, layers=layers)
+        Task(f"mamba2-{model}", kind, n, count, layers=layers)
         for kind in passes for n in tokens for count in sorted(ranks)
     ]  # fmt: skip
     yield from _rows(cases, max(ranks), device, repeats)

@@ -29,14 +29,14 @@ _Sizes = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Found:
+class Match:
     """A region that was found: the nodes that stand for its inputs, and the sizes that its letters have there."""
 
     inputs: dict[str, Node]
     sizes: dict[str, int]
 
 
-def match(pattern: Program, reading: Reading, root: Node) -> Found | None:
+def match(pattern: Program, reading: Reading, root: Node) -> Match | None:
     """Find a program's steps in a graph.
 
     Args:
@@ -66,7 +66,7 @@ def match(pattern: Program, reading: Reading, root: Node) -> Found | None:
     nodes = {own: reading.nodes.get(other) for own, (other, _) in bound.items() if own in pattern.inputs}
     inputs = {own: node for own, node in nodes.items() if isinstance(node, Node)}
     whole = len(inputs) == len(pattern.inputs) and sizes.keys() == pattern.sizes.keys()
-    return Found(inputs, sizes) if whole else None
+    return Match(inputs, sizes) if whole else None
 
 
 def _flat(inputs: Mapping[str, Groups]) -> dict[str, Letters]:

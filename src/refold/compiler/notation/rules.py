@@ -24,7 +24,7 @@ from ..ir.builder import Builder, between
 from ..ir.fx import value
 from ..ir.rewrite import Rewrite, replace_node
 from .lower import lower
-from .match import Found, match
+from .match import Match, match
 from .program import SCHEMA, Program, parse
 from .read import read
 
@@ -171,7 +171,7 @@ def apply_rules(graph: Graph, wanted: Any, rules: Iterable[Rule], notes: list[st
                 reading = read(graph)
 
 
-def _replaced(rule: Rule, root: Node, found: Found, site: str, notes: list[str]) -> Rewrite | None:
+def _replaced(rule: Rule, root: Node, found: Match, site: str, notes: list[str]) -> Rewrite | None:
     inside = between(root, found.inputs.values())
     build = Builder(root, inside)
     try:

@@ -127,7 +127,7 @@ def _consumed(root: Node, product: Product) -> bool:
 
 
 @dataclass
-class _Plan:
+class _Einsum:
     """An einsum and the order in which to do it."""
 
     root: Node
@@ -173,7 +173,7 @@ class _Plan:
         return lay_out(build, x, self.product)
 
 
-def _plan(root: Node, product: Product) -> _Plan | None:
+def _plan(root: Node, product: Product) -> _Einsum | None:
     """Decide how to compute a product, or None if it is not worth a matrix product."""
     bound = resolve(product.bound)
     present = product.present()
@@ -194,7 +194,7 @@ def _plan(root: Node, product: Product) -> _Plan | None:
     if not (shrinks or (matmul and root.target in SUMS)):
         return None
     scale = product.scale * math.prod(absent)
-    return _Plan(root, product, path, float(scale), math.prod(concrete(axis.size) for axis in bound))
+    return _Einsum(root, product, path, float(scale), math.prod(concrete(axis.size) for axis in bound))
 
 
 def _work(factors: list[set[Axis]], path: list[tuple[int, ...]], out: set[Axis]) -> tuple[int, bool]:
