@@ -92,7 +92,7 @@ def _model(case: Task, cut: Cut | None, device: str) -> Callable[[], object]:
         return torch.inference_mode()(lambda: mamba2.forward(config, params, ids, group=cut)[0])
     layers = [{name: a.detach().requires_grad_() for name, a in layer.items()} for layer in params["layers"]]
     weights = [a for layer in layers for a in layer.values()]
-    state = mamba2.mixer_state(config.mixer, 1, 1, torch.bfloat16, torch.float32, device)
+    state = mamba2.init_state(replace(config, nlayers=1), 1, torch.bfloat16, device=device)
 
     def layer(hidden: Tensor, layer: dict[str, Tensor]) -> Tensor:
         normed = rms_norm(hidden, layer["norm"], config.norm_eps)

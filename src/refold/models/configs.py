@@ -41,6 +41,16 @@ class MambaConfig:
     stop_tokens: tuple[int, ...] = ()
     layout: str = "transformers"
 
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass the convolution."""
+        return self.d_inner
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Shape of the recurrent state of one row."""
+        return self.d_inner, self.dstate
+
 
 @dataclass(frozen=True)
 class Mixer2Config:

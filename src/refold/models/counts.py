@@ -50,14 +50,29 @@ def _mixer_layers(config: Config) -> int:
     return config.kinds.count("mixer") if isinstance(config, HybridConfig) else config.nlayers
 
 
+def state_shapes(config: Config, batch: int, capacity: int = 0) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Give the shape of each array of a model's state, and whether it has the dtype of weights, of states, or int32.
+
+    ``length (b,)`` counts the tokens read. ``conv (l, b, channels, w-1)`` holds the last inputs of the convolutions,
+    ``ssm (l, b, ...)`` the recurrent states: their sizes do not depend on how many tokens will be read. ``k`` and ``v
+    (a, b, capacity, kv heads, head dim)`` hold what attention has read.
+    """
+    mixer, layers = config if isinstance(config, MambaConfig) else config.mixer, _mixer_layers(config)
+    found: dict[str, tuple[tuple[int, ...], str]] = {
+        "length": ((batch,), "int32"),
+        "conv": ((layers, batch, mixer.conv_dim, mixer.conv_width - 1), "weights"),
+        "ssm": ((layers, batch, *mixer.state), "states"),
+    }
+    if isinstance(config, HybridConfig):
+        cache = (config.kinds.count("attention"), batch, capacity, config.nkvheads, config.headdim)
+        found |= {"k": (cache, "weights"), "v": (cache, "weights")}
+    return found
+
+
 def state_elements(config: Config) -> tuple[int, int]:
     """Count one sequence's recurrent state and convolution window."""
-    if isinstance(config, MambaConfig):
-        ssm, conv = config.d_inner * config.dstate, config.d_inner * (config.conv_width - 1)
-    else:
-        m = config.mixer
-        ssm, conv = m.d_inner * m.dstate, m.conv_dim * (m.conv_width - 1)
-    return _mixer_layers(config) * ssm, _mixer_layers(config) * conv
+    shapes = state_shapes(config, 1)
+    return math.prod(shapes["ssm"][0]), math.prod(shapes["conv"][0])
 
 
 def decode(config: Config, batch: int, weight_bytes: int, state_bytes: int = 4, past: int = 0) -> Counts:

@@ -14,25 +14,12 @@ import jax.numpy as jnp
 
 from refold.models.configs import DeltaConfig, HybridConfig
 from refold.models.jax import delta, mamba2
-from refold.models.jax.layers import Array, Tree, embed, layer_of, linear, output, rms_norm, valid_tokens
+from refold.models.jax.layers import Array, Tree, embed, init_state, layer_of, linear, output, rms_norm, valid_tokens
 from refold.models.jax.sharding import time as time_shards
 from refold.ops.jax.layout import product
 
 QUERY_BLOCK = 512
 """Queries whose scores against the whole cache are held at one time."""
-
-
-def init_state(
-    config: HybridConfig, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32, capacity: int = 0
-) -> Tree:
-    """Return the state before any token; ``k`` and ``v (a, b, capacity, kv heads, head dim)`` hold the past."""
-    cache = (config.kinds.count("attention"), batch, capacity, config.nkvheads, config.headdim)
-    return {
-        "length": jnp.zeros(batch, jnp.int32),
-        "k": jnp.zeros(cache, dtype),
-        "v": jnp.zeros(cache, dtype),
-        **mamba2.mixer_state(config.mixer, config.kinds.count("mixer"), batch, dtype, state_dtype),
-    }
 
 
 def _mixer(config: HybridConfig) -> ModuleType:

@@ -5,10 +5,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from refold.models.configs import Config
+from refold.models.counts import state_shapes
 from refold.ops.jax.layout import product
 
 Array = jax.Array
 Tree = Any
+
+
+def init_state(
+    config: Config, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32, capacity: int = 0
+) -> Tree:
+    """Make the state before any token: zeros, of the shapes of `state_shapes`, for weights and states of two dtypes."""
+    dtypes = {"int32": jnp.int32, "weights": dtype, "states": state_dtype}
+    return {name: jnp.zeros(s, dtypes[kind]) for name, (s, kind) in state_shapes(config, batch, capacity).items()}
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:

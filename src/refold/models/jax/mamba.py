@@ -10,27 +10,10 @@ import jax.numpy as jnp
 
 from refold import ops
 from refold.models.configs import MambaConfig
-from refold.models.jax.layers import (
-    Array,
-    Tree,
-    last_window,
-    linear,
-    rms_norm,
-    select,
-    valid_tokens,
-)
+from refold.models.jax.layers import Array, Tree, init_state, last_window, linear, rms_norm, select, valid_tokens
 from refold.models.jax.sharding import time as time_shards
 from refold.models.jax.stack import read, read_one
 from refold.ops.jax.layout import product, step_sizes
-
-
-def init_state(config: MambaConfig, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:
-    """Return the state before any token: ``conv (l, b, d, w-1)``, ``ssm (l, b, d, n)``, ``length (b,)``."""
-    return {
-        "length": jnp.zeros(batch, jnp.int32),
-        "conv": jnp.zeros((config.nlayers, batch, config.d_inner, config.conv_width - 1), dtype),
-        "ssm": jnp.zeros((config.nlayers, batch, config.d_inner, config.dstate), state_dtype),
-    }
 
 
 def forward(

@@ -10,38 +10,10 @@ import jax.numpy as jnp
 
 from refold import ops
 from refold.models.configs import Mamba2Config, Mixer2Config
-from refold.models.jax.layers import (
-    Array,
-    Tree,
-    last_window,
-    linear,
-    rms_norm,
-    select,
-    valid_tokens,
-)
+from refold.models.jax.layers import Array, Tree, init_state, last_window, linear, rms_norm, select, valid_tokens
 from refold.models.jax.sharding import time as time_shards
 from refold.models.jax.stack import read, read_one
 from refold.ops.jax.layout import step_sizes
-
-
-def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:
-    """Return the state before any token: its size does not depend on how many will be read.
-
-    ``conv (l, b, channels, w-1)`` has the weights' dtype, ``ssm (l, b, h, p, n)`` the state dtype; ``length (b,)``
-    counts the tokens read.
-    """
-    return {
-        "length": jnp.zeros(batch, jnp.int32),
-        **mixer_state(config.mixer, config.nlayers, batch, dtype, state_dtype),
-    }
-
-
-def mixer_state(c: Mixer2Config, nlayers: int, batch: int, dtype: Any, state_dtype: Any) -> dict[str, Array]:
-    """Return the zero states of a stack of mixers."""
-    return {
-        "conv": jnp.zeros((nlayers, batch, c.conv_dim, c.conv_width - 1), dtype),
-        "ssm": jnp.zeros((nlayers, batch, *c.state), state_dtype),
-    }
 
 
 def forward(

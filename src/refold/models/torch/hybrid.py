@@ -15,24 +15,10 @@ from torch import Tensor
 
 from refold.models.configs import DeltaConfig, HybridConfig
 from refold.models.torch import delta, mamba2, steps
-from refold.models.torch.layers import Rows, Tree, add_norm, embed, linear, output, rms_norm, rotate, wide
+from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, linear, output, rms_norm, rotate, wide
 
 QUERY_BLOCK = 1024
 """Queries whose scores against what was read before are held at one time."""
-
-
-def init_state(
-    config: HybridConfig, batch: int, dtype: torch.dtype = torch.float32, state_dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu", capacity: int = 0,
-) -> Tree:  # fmt: skip
-    """Return the state before any token; ``k`` and ``v (a, b, capacity, kv heads, head dim)`` hold the past."""
-    cache = (config.kinds.count("attention"), batch, capacity, config.nkvheads, config.headdim)
-    return {
-        "length": torch.zeros(batch, dtype=torch.int32, device=device),
-        "k": torch.zeros(cache, dtype=dtype, device=device),
-        "v": torch.zeros(cache, dtype=dtype, device=device),
-        **mamba2.mixer_state(config.mixer, config.kinds.count("mixer"), batch, dtype, state_dtype, device),
-    }
 
 
 def _mixer(config: HybridConfig) -> ModuleType:

@@ -14,9 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refold.errors import ArgumentError
+from refold.models.configs import Config
+from refold.models.counts import state_shapes
 from refold.ops.torch.cuts import Cut, summed
 
 Tree = Any
+
+
+def init_state(
+    config: Config, batch: int, dtype: torch.dtype = torch.float32, state_dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu", capacity: int = 0,
+) -> Tree:  # fmt: skip
+    """Make the state before any token: zeros, of the shapes of `state_shapes`, for weights and states of two dtypes."""
+    dtypes = {"int32": torch.int32, "weights": dtype, "states": state_dtype}
+    shapes = state_shapes(config, batch, capacity)
+    return {name: torch.zeros(shape, dtype=dtypes[kind], device=device) for name, (shape, kind) in shapes.items()}
 
 
 def kernels(x: Tensor) -> ModuleType | None:

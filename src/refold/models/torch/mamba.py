@@ -15,23 +15,7 @@ from torch import Tensor
 from refold import ops
 from refold.models.configs import MambaConfig
 from refold.models.torch import steps
-from refold.models.torch.layers import Rows, Tree, add_norm, embed, linear, output, rms_norm
-
-
-def init_state(
-    config: MambaConfig,
-    batch: int,
-    dtype: torch.dtype = torch.float32,
-    state_dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> Tree:
-    """Return the state before any token: ``conv (l, b, d, w-1)``, ``ssm (l, b, d, n)``, ``length (b,)``."""
-    c = config
-    return {
-        "length": torch.zeros(batch, dtype=torch.int32, device=device),
-        "conv": torch.zeros(c.nlayers, batch, c.d_inner, c.conv_width - 1, dtype=dtype, device=device),
-        "ssm": torch.zeros(c.nlayers, batch, c.d_inner, c.dstate, dtype=state_dtype, device=device),
-    }
+from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, linear, output, rms_norm
 
 
 def forward(

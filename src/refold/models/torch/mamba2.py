@@ -15,35 +15,7 @@ from torch import Tensor
 from refold import ops
 from refold.models.configs import Mamba2Config, Mixer2Config
 from refold.models.torch import steps
-from refold.models.torch.layers import Rows, Tree, add_norm, embed, linear, output
-
-
-def init_state(
-    config: Mamba2Config,
-    batch: int,
-    dtype: torch.dtype = torch.float32,
-    state_dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> Tree:
-    """Return the state before any token: its size does not depend on how many will be read.
-
-    ``conv (l, b, channels, w-1)`` has the weights' dtype, ``ssm (l, b, h, p, n)`` the state dtype; ``length (b,)``
-    counts the tokens read.
-    """
-    return {
-        "length": torch.zeros(batch, dtype=torch.int32, device=device),
-        **mixer_state(config.mixer, config.nlayers, batch, dtype, state_dtype, device),
-    }
-
-
-def mixer_state(
-    c: Mixer2Config, nlayers: int, batch: int, dtype: torch.dtype, state_dtype: torch.dtype, device: str | torch.device
-) -> dict[str, Tensor]:
-    """Return the zero states of a stack of mixers."""
-    return {
-        "conv": torch.zeros(nlayers, batch, c.conv_dim, c.conv_width - 1, dtype=dtype, device=device),
-        "ssm": torch.zeros(nlayers, batch, *c.state, dtype=state_dtype, device=device),
-    }
+from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, linear, output
 
 
 def forward(
