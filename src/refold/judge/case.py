@@ -398,8 +398,8 @@ class Case:
     def surroundings(self, original: Process, candidate: Process, modes: str, calls: int = 1) -> None:
         """S1, S3 to S5, S8: what a candidate left, whose modes were these, and its state after so many calls."""
         with self.sides.of_the_original():
-            expected = original.inspect()
-        found = candidate.inspect()
+            expected = original.inspect(functions=True)
+        found = candidate.inspect(functions=True)
         step = self.docket.step
         changed = {n: v for n, v in found.settings.items() if expected.settings.get(n) != v}
         listed = ", ".join(f"{name} is {value[:80]}" for name, value in sorted(changed.items()))

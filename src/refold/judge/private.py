@@ -23,6 +23,7 @@ SWITCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "hooks of saved tensors": ("_C._autograd._top_saved_tensors_default_hooks", lambda top: top(False) is not None),
     "function modes": ("_C._len_torch_function_stack", lambda count: count()),
     "dispatch modes": ("_C._len_torch_dispatch_stack", lambda count: count()),
+    "how tensors are printed": ("_tensor_str.PRINT_OPTS", lambda options: str(vars(options))),
     "hooks of all modules": ("nn.modules.module._global_forward_hooks", lambda _: _hooks("nn.modules.module")),
     "hooks of all optimizers": ("optim.optimizer._global_optimizer_pre_hooks", lambda _: _hooks("optim.optimizer")),
     "operations of torch that were given another implementation": (

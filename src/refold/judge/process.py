@@ -182,9 +182,9 @@ class Process:
         """Make the program."""
         self.ask(build, messages.Done, timeout=timeout)
 
-    def inspect(self) -> messages.Inspected:
-        """Ask for what the program must leave alone."""
-        found: messages.Inspected = self.ask("inspect", messages.Inspected)
+    def inspect(self, *, functions: bool = False) -> messages.Inspected:
+        """Ask for what the program must leave alone, with all functions of others if so asked, which takes longer."""
+        found: messages.Inspected = self.ask("inspect", messages.Inspected, functions=functions)
         return dataclasses.replace(found, state=self._named(found.state))
 
     def state(self) -> dict[str, Description]:

@@ -10,7 +10,11 @@ exit, only those count that are not code of an installed package.
 from __future__ import annotations
 
 import atexit
+import builtins
+import copyreg
 import ctypes
+import decimal
+import functools
 import gc
 import hashlib
 import itertools
@@ -20,15 +24,16 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,40 +51,42 @@ _BACKENDS = [
     ),
 ]
 
-# What others compute, time and compare with: all functions and parts of these modules, all methods of these classes.
-_OWNERS = (
-    "builtins gc json math os pickle random sys time numpy torch torch.Tensor torch.autograd torch.cuda "
-    "torch.cuda.Event torch.fft torch.linalg torch.nn torch.nn.Module torch.nn.functional torch.nn.init torch.ops.aten "
-    "torch.optim torch.optim.Optimizer torch.special torch.testing torch.utils"
-)
+_INSIDE = operator.attrgetter("__code__"), operator.attrgetter("__defaults__")
+_WRAPPED = {staticmethod: "__func__", classmethod: "__func__", property: "fget"}
 
 
-def _of_torch(function: Any) -> bool:
-    """Say whether a function is written in torch, whose compiler wraps some of them when it is imported."""
-    code = getattr(function, "__code__", None)
-    return isinstance(code, CodeType) and code.co_filename.startswith(torch.__path__[0] + os.sep)
+def _function(value: Any) -> Any:
+    """Return the function of a method, as its class has it."""
+    return getattr(value, _WRAPPED[type(value)]) if type(value) in _WRAPPED else value
 
 
-def _functions() -> dict[str, int]:
-    found: dict[str, int] = {}
-    for path in _OWNERS.split():
-        first, *rest = path.split(".")
-        owner: Any = sys.modules.get(first)
-        for name in rest:
-            owner = getattr(owner, name, None)
-        own = {} if owner is None else vars(owner)
-        # Of a class, also what it inherits: it may get a method of that name of its own.
-        for name in own if isinstance(owner, ModuleType) else dir(owner):
-            value = own.get(name)
-            if (name[0] != "_" or name.startswith("__") or "." not in path) and (
-                not isinstance(owner, ModuleType) or callable(value) or isinstance(value, ModuleType)
-            ):
-                found[f"{path}.{name}"] = 0 if _of_torch(value) else id(value)
-    for owner, method in ((torch.nn, "forward"), (torch.optim, "step")):
-        for name, kind in vars(owner).items():
-            function = getattr(kind, method, None)
-            found[f"{owner.__name__}.{name}.{method}"] = 0 if _of_torch(function) else id(function)
-    return found
+class _Before(NamedTuple):
+    """Modules and classes with what they hold, and functions with what they do when they are called."""
+
+    owners: list[tuple[Any, dict[str, Any]]]
+    known: set[int]
+    functions: list[FunctionType]
+    codes: list[CodeType]
+    defaults: list[Any]
+    named: list[tuple[FunctionType, dict[str, Any]]]
+
+
+@functools.cache
+def before() -> _Before:
+    """Return all modules, classes and functions as they are when this is first asked.
+
+    The process from which others are forked asks first, so that it takes their time once.
+    """
+    modules = [m for name, m in list(sys.modules.items())
+               if isinstance(m, ModuleType) and name != "__main__" and not name.startswith("refold judge")]  # fmt: skip
+    # isinstance would ask values for their class, which some of torch make up then.
+    classes = {id(v): v for m in modules for v in vars(m).values() if issubclass(type(v), type)}
+    owners = [(owner, dict(vars(owner))) for owner in (*modules, *classes.values())]
+    held = {id(f): f for _, held in owners for f in map(_function, held.values())}
+    functions = [f for f in held.values() if type(f) is FunctionType]
+    named = [(f, dict(f.__kwdefaults__)) for f in functions if f.__kwdefaults__]
+    codes, defaults = (list(map(part, functions)) for part in _INSIDE)
+    return _Before(owners, set(held), functions, codes, defaults, named)
 
 
 # Variables that may be set: without a GPU, Triton's kernels need the first; the others, compilers set for themselves.
@@ -104,13 +111,42 @@ class Surroundings:
         self._at_exit: list[Callable[..., Any]] = []
         self._audits: list[Callable[..., Any]] = []
         self._listen()
-        self._settings, self._functions = self._found(), _functions()
+        self._before, self._settings = before(), self._found()
 
-    def changes(self) -> tuple[dict[str, str], list[str]]:
-        """Return settings that are others than before, with their values now, and the functions that were replaced."""
-        now, functions = self._found(), _functions()
-        settings = {n: v for n, v in now.items() if n in self._settings and self._settings[n] != v}
-        return settings, sorted(n for n, v in self._functions.items() if functions.get(n) != v)
+    def settings(self) -> dict[str, str]:
+        """Return settings that are others than before, with their values now."""
+        return {n: v for n, v in self._found().items() if n in self._settings and self._settings[n] != v}
+
+    def replaced(self) -> list[str]:
+        """Name functions, classes and modules that are others than before, and methods that hide others since then."""
+        return sorted(self._replaced())
+
+    def _replaced(self) -> Iterator[str]:
+        known = self._before
+        for owner, held in known.owners:
+            now = vars(owner)
+            if len(now) == len(held) and all(map(operator.is_, now.values(), held.values())):
+                continue
+            path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+            for name, old in held.items():
+                made = callable(old) or type(old) in _WRAPPED or issubclass(type(old), ModuleType)
+                if made and now.get(name) is not old and not self._is_packages(now.get(name)):
+                    yield f"{path}.{name}"
+            for name in now.keys() - held.keys() if isinstance(owner, type) else ():
+                hides = callable(now[name]) and any(name in vars(base) for base in owner.__mro__[1:])
+                if hides and not self._is_packages(now[name]):
+                    yield f"{path}.{name}"
+        for part, values in zip(_INSIDE, (known.codes, known.defaults), strict=True):
+            if not all(map(operator.is_, map(part, known.functions), values)):
+                each = zip(known.functions, values, strict=True)
+                yield from (f"{f.__module__}.{f.__qualname__}" for f, value in each if part(f) is not value)
+        yield from (f"{f.__module__}.{f.__qualname__}" for f, value in known.named if f.__kwdefaults__ != value)
+
+    def _is_packages(self, new: Any) -> bool:
+        """Say whether an installed package wrote what is new, as torch's compiler does when it is imported."""
+        new = _function(new)
+        listens = getattr(new, "__module__", None) == __name__
+        return listens or (id(new) not in self._before.known and not self._is_own(new))
 
     def _found(self) -> dict[str, str]:
         values = {
@@ -121,6 +157,8 @@ class Surroundings:
             "modules": self._own_modules(),
             "functions at exit": [str(f) for f in self._at_exit if self._is_own(f)],
             "hooks of audits": [str(f) for f in self._audits if self._is_own(f)],
+            "copies of objects": [str(f) for f in copyreg.dispatch_table.values() if self._is_own(f)],
+            "what torch.load lets run": [str(f) for f in torch.serialization.get_safe_globals() if self._is_own(f)],
             "warnings as errors": [each for each in warnings.filters if each[0] == "error"],
         }
         return _settings() | {name: str(value) for name, value in values.items()}
@@ -217,8 +255,16 @@ _SWITCHES = """
     backends.mkldnn.enabled backends.cuda.flash_sdp_enabled backends.cuda.mem_efficient_sdp_enabled
     backends.cuda.math_sdp_enabled are_deterministic_algorithms_enabled utils.deterministic.fill_uninitialized_memory
     get_num_threads get_num_interop_threads get_default_dtype get_default_device is_grad_enabled
-    is_inference_mode_enabled is_anomaly_enabled
+    is_inference_mode_enabled is_anomaly_enabled is_anomaly_check_nan_enabled is_warn_always_enabled
+    is_autocast_cache_enabled get_deterministic_debug_mode backends.mha.get_fastpath_enabled
+    backends.cuda.cudnn_sdp_enabled backends.cuda.matmul.allow_fp16_accumulation
+    backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    backends.cuda.matmul.allow_bf16_reduced_precision_reduction backends.cudnn.benchmark_limit
+    __future__.get_overwrite_module_params_on_conversion __future__.get_swap_module_params_on_conversion
 """
+
+
+_LIBM = ctypes.CDLL("libm.so.6") if "libm.so.6" in Path("/proc/self/maps").read_text() else None
 
 
 def _switch(name: str) -> Any:
@@ -235,9 +281,15 @@ def _settings() -> dict[str, str]:
         "autocast": [
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         ],
-        "flush denormals": _flushes_denormals(),
-        "logging": logging.root.manager.disable,
+        "arithmetic": _arithmetic(),
+        "logging": (logging.root.manager.disable, logging.root.level, logging.root.filters),
         "numpy's errors": None if numpy_random is None else numpy_errors(),
+        "decimal numbers": [getattr(decimal.getcontext(), name) for name in ("prec", "rounding", "Emax", "Emin")],
+        "interpreter": (sys.getrecursionlimit(), sys.get_int_max_str_digits(), sys.getdlopenflags()),
+        "streams": [id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "names of builtins": sorted(vars(builtins).keys() - {"_"}),
+        "threads and sockets": (threading.stack_size(), socket.getdefaulttimeout()),
+        "signals that wait": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "folder": os.getcwd(),
         "turns of threads": sys.getswitchinterval(),
         "processors": sorted(os.sched_getaffinity(0)),
@@ -260,8 +312,11 @@ def _precision() -> str:
         return "of each backend its own"
 
 
-def _flushes_denormals() -> bool:
-    return float(torch.tensor([1e-39]).mul_(1.0)) == 0.0
+def _arithmetic() -> tuple[bool, int, int]:
+    """Say whether denormal numbers count as zero, how is rounded, and what ends the process (of glibc)."""
+    zero = float(torch.tensor([1e-39]).mul_(1.0)) == 0.0
+    rounding, traps = (int(getattr(_LIBM, name, int)()) for name in ("fegetround", "fegetexcept"))
+    return zero, rounding, traps
 
 
 def seed(number: int) -> None:

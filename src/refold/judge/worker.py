@@ -285,16 +285,16 @@ class Stub:
         self._inputs = [leaf.detach().cpu().contiguous() for leaf in leaves]
         return messages.Drawn(tree, [_describe(leaf) for leaf in self._inputs])
 
-    def do_inspect(self) -> Any:
+    def do_inspect(self, functions: bool) -> Any:
         """Describe what the program must leave alone: its state, global settings, the random state, functions."""
-        settings, functions = self._surroundings.changes()
+        settings = self._surroundings.settings()
         if others := self._saved_otherwise():
             settings["the memory of what state_dict() gives"] = f"not that of {', '.join(others)}"
         return messages.Inspected(
             state=self.do_state().state,
             modes="" if self._module is None else str(_of_modules(self._module)),
             settings=settings,
-            patched=functions,
+            patched=self._surroundings.replaced() if functions else [],
             random=surroundings.random_state(),
             names=_names(self._program if self._module is None else self._module.forward),
         )
@@ -693,6 +693,7 @@ def _nursery(control: socket.socket) -> None:
     sandbox = _part("sandbox")
     for name in ("LD_PRELOAD", "MALLOC_CHECK_"):  # of this process, not of what programs start
         os.environ.pop(name, None)
+    surroundings.before()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     # Orphans of a candidate become children of this process, where the judge can count them.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)

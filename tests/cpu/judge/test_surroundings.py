@@ -1,12 +1,18 @@
 """What the process of a trial sees of its surroundings: each thing that a program may leave behind, by its name."""
 
 import atexit
+import builtins
 import contextlib
+import copyreg
+import ctypes
+import decimal
 import functools
 import importlib.util
 import logging
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import types
@@ -16,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 
-from refold.judge.surroundings import Surroundings
+from refold.judge.surroundings import Surroundings, before
 
 FINDER = type("Finder", (), {"find_spec": staticmethod(lambda name, path=None, target=None: None), "__module__": "x"})
 
@@ -46,11 +52,23 @@ def changed(owner, name, value):
     setattr(owner, name, old)
 
 
+@contextlib.contextmanager
+def for_a_while(function, value, old):
+    function(value)
+    yield
+    function(old)
+
+
+def blocked(number):
+    return for_a_while(lambda how: signal.pthread_sigmask(how, [number]), signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+
+
 @pytest.fixture
 def surroundings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(atexit, "register", atexit.register)
     monkeypatch.setattr(atexit, "unregister", atexit.unregister)
+    before.cache_clear()
     return lambda: Surroundings(tmp_path, dict)  # in the test: pytest has a variable for each part of one
 
 
@@ -69,6 +87,15 @@ SEEN = {
     "warnings as errors": lambda: mock.patch.object(warnings, "filters", [("error", None, BytesWarning, None, 7)]),
     "hooks of the interpreter": lambda: mock.patch.object(sys, "excepthook", print),
     "logging": lambda: changed(logging.root.manager, "disable", 50),
+    "copies of objects": lambda: mock.patch.dict(copyreg.dispatch_table, {int: eval("lambda x: 0")}),
+    "what torch.load lets run": lambda: torch.serialization.safe_globals([os.system]),
+    "decimal numbers": lambda: changed(decimal.getcontext(), "prec", 1),
+    "names of builtins": lambda: mock.patch.object(builtins, "zeros", 0, create=True),
+    "streams": lambda: contextlib.redirect_stdout(None),
+    "signals that wait": lambda: blocked(signal.SIGINT),
+    "interpreter": lambda: for_a_while(sys.setrecursionlimit, 5000, sys.getrecursionlimit()),
+    "threads and sockets": lambda: for_a_while(socket.setdefaulttimeout, 1.0, None),
+    "arithmetic, rounded up": lambda: for_a_while(ctypes.CDLL("libm.so.6").fesetround, 0x800, 0),
     "torch.backends.opt_einsum.enabled": lambda: mock.patch.object(torch.backends.opt_einsum, "enabled", False),
     "precision of backends": lambda: changed(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
 }
@@ -78,18 +105,34 @@ SEEN = {
 def test_what_acts_later_is_seen(what, surroundings, monkeypatch):
     monkeypatch.delitem(sys.modules, "yaml", raising=False)
     surroundings = surroundings()
-    assert surroundings.changes() == ({}, [])
+    assert (surroundings.settings(), surroundings.replaced()) == ({}, [])
     with SEEN[what]():
-        settings, _ = surroundings.changes()
-        assert list(settings) == [what.partition(",")[0]]
-    assert surroundings.changes() == ({}, [])
+        assert list(surroundings.settings()) == [what.partition(",")[0]]
+    assert (surroundings.settings(), surroundings.replaced()) == ({}, [])
 
 
-@pytest.mark.parametrize("path", ["builtins.sum", "numpy.mean", "torch.optim.SGD.step", "torch.nn.Linear.forward"])
-def test_what_is_replaced_is_seen(path, surroundings):
+REPLACED = """builtins.sum numpy.mean statistics.median random.Random.shuffle torch.optim.sgd.SGD.step
+    torch.nn.modules.linear.Linear.forward torch.nn.modules.linear.Linear.__call__"""
+
+
+@pytest.mark.parametrize("path", REPLACED.split())
+@pytest.mark.parametrize("value", [print, torch.nn.functional.relu])
+def test_what_is_replaced_is_seen(path, value, surroundings):
     surroundings = surroundings()
-    with mock.patch(path, print):
-        assert path in surroundings.changes()[1]
+    assert surroundings.replaced() == []
+    with mock.patch(path, value):
+        assert surroundings.replaced() == [path]
+    assert surroundings.replaced() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("__code__", (lambda: 0).__code__), ("__kwdefaults__", {"rtol": 1e9}), ("__defaults__", (0,))]
+)
+def test_a_function_that_does_something_else_is_seen(name, value, surroundings):
+    surroundings = surroundings()
+    with changed(torch.testing.assert_close, name, value):
+        assert surroundings.replaced() == ["torch.testing._comparison.assert_close"]
+    assert surroundings.replaced() == []
 
 
 def test_what_packages_do_is_left_to_them(surroundings, tmp_path):
@@ -104,13 +147,13 @@ def test_what_packages_do_is_left_to_them(surroundings, tmp_path):
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
         in_folder("of_its_own"),
     ):
-        assert surroundings.changes() == ({}, [])
+        assert (surroundings.settings(), surroundings.replaced()) == ({}, [])
 
 
 def test_all_variables_are_seen_also_those_of_the_c_library():
     code = (
         "import ctypes, pathlib; from refold.judge.surroundings import Surroundings;"
         "found = Surroundings(pathlib.Path('.'), dict); ctypes.CDLL(None).setenv(b'LD_PRELOAD', b'x.so', 1);"
-        "print(found.changes()[0])"
+        "print(found.settings())"
     )
     assert "LD_PRELOAD" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
