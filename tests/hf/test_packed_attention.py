@@ -30,11 +30,11 @@ def difference(found, expected):
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [*HYBRIDS, "minimax"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_packed_row(name, implementation):
     """With a cache and without, documents told by positions, by offsets as TRL gives them, and by an index."""
-    model = make(name).double()
+    model = make(name, **({"sliding_window": 4} if name == "minimax" else {})).double()
     model.set_attn_implementation(implementation)
     documents, row, positions, offsets = pack()
     index = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None].int()

@@ -20,11 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import refold
+from refold.compat.documents import Documents
 from refold.errors import ArgumentError, RefoldError
 from refold.integrations import documents, mixers, ranks
 from refold.ops.torch import cuts
 from refold.parallel import Cut, shard
-from support.families import NAMES, cache_name, ids, make, qwen
+from support.families import NAMES, OTHERS, cache_name, ids, make, qwen
 from support.ranks import on_ranks
 
 BOUND = 1e-6
@@ -42,6 +43,10 @@ class Own(t.models.granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridAt
     def forward(self, x, attention_mask, **kwargs):
         """Return values."""
         return self.v_proj(x), None
+
+
+class Indexer(torch.nn.Module):
+    """What chooses the tokens that attention sees."""
 
 
 @contextmanager
@@ -87,6 +92,8 @@ def cases():
     """Yield a name, a model, a batch, the tokens of each rank, and how they are cut."""
     for name in NAMES:
         yield name, make(name), {"input_ids": ids(2)}, (14, 9), {}
+    for name in ("qwen3_next", "kimi_linear", "minimax", *{"lara_mini"}.intersection(OTHERS)):
+        yield name, make(name, sliding_window=5), {"input_ids": ids(2)}, UNEVEN, {}
     yield "qwen3_5", qwen(), {"input_ids": ids(2)}, UNEVEN, {}
     rope = make("granitemoehybrid", position_embedding_type="rope")
     packed = {"input_ids": ids(), "cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}
@@ -207,7 +214,7 @@ def checked(group):
     bugs = {
         "no gradients of keys": (cuts._Whole, "backward", unseen),
         "local positions": (Cut, "positions", lambda cut, device=None: torch.arange(cut.lengths[cut.rank])),
-        "later tokens": (ranks, "_visible", lambda documents, begin, end: visible(None, begin, end)),
+        "later tokens": (ranks, "_visible", lambda documents, *rest: visible(None, *rest)),
         "no group": (mixers, "shared", lambda: None),
     }  # fmt: skip
     for name, bug in bugs.items():
@@ -246,7 +253,7 @@ def results(tmp_path_factory):
 def test_equals_one_device(results):
     wrong = [(rank, name, lines) for rank, found in results.items() for name, lines in found["cases"].items() if lines]
     assert wrong == []
-    assert len(results[0]["cases"]) == len(NAMES) + 13
+    assert len(results[0]["cases"]) == len(NAMES) + 16 + ("lara_mini" in OTHERS)
 
 
 def test_each_rank_goes_on_from_a_prompt_that_all_have_read(results):
@@ -308,6 +315,10 @@ def test_check_knows_right_from_wrong(results):
             "self_attn does not: GraniteMoeHybridAttention is not known to refold",
         ),
         (lambda attention: setattr(attention, "__class__", Own), "self_attn does not: Own does not call the attention"),
+        (
+            lambda attention: attention.add_module("indexer", Indexer()),
+            "self_attn does not: GraniteMoeHybridAttention has an indexer",
+        ),
     ],
 )
 def test_a_layer_that_does_not_know_ranks_is_named(change, part):
@@ -317,6 +328,20 @@ def test_a_layer_that_does_not_know_ranks_is_named(change, part):
     with one_rank() as group, pytest.raises(ArgumentError, match=part):
         refold.accelerate(model, group=group)
     assert classes == [type(module) for module in model.modules()]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sliding_windows(layout, packed):
+    """Of documents, too; the reference has a mask of all tokens."""
+    q, k, v = (torch.randn(2, h, 23, 4, dtype=torch.float64) for h in (4, 2, 2))
+    back = torch.arange(23)[:, None] - torch.arange(23)
+    seen = (back >= 0) & (back < 5) & (INDEX[0, :, None] == INDEX[0] if packed else back >= 0)
+    expected = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
+    packs = Documents.from_offsets(OFFSETS) if packed else None
+    with one_rank() as group, documents.reading(packs, Cut(group, (23,), layout)):
+        found, _ = ranks.attend(torch.nn.Identity(), q, k, v, None, sliding_window=5)
+    torch.testing.assert_close(found, expected)
 
 
 def test_what_has_no_ranks():

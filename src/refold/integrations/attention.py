@@ -104,22 +104,31 @@ def _visible(documents: Documents, seen: Tensor, past: int, seqlen: int) -> Tens
     return (visible | (place == place[past:, None]))[:, None]  # a row of nothing has no softmax
 
 
+def window(model: Any) -> int | None:
+    """Return how many tokens a token sees, itself included, in a model whose windows slide; None in others."""
+    if "create_sliding_window_causal_mask" not in inspect.unwrap(type(model).forward).__globals__:
+        return None
+    size: int | None = getattr(model.config, "sliding_window", None)
+    return size
+
+
 def _masks_of_others(model: Any, visible: Tensor, past: int) -> dict[str, Tensor]:
     """Return the masks of attention layers of other kinds, by the names that the model has for them."""
     kinds = set(getattr(model.config, "layer_types", None) or ()) & _OTHERS
-    who = f"{type(model).__name__}: documents in one row"
+    who, size = f"{type(model).__name__}: documents in one row", window(model)
     if kinds and hasattr(model.config, "index_kpool"):
         raise ArgumentError(
             f"{who} cannot be kept apart: its indexer pools tokens. Give each document a row of its own."
         )
-    if "sliding_attention" not in kinds:
+    if size is None:
         return dict.fromkeys(kinds, visible)
     if past:
         raise ArgumentError(
             f"{who} need a cache without earlier tokens, since it has sliding windows. Read them alone."
         )
+    kinds = kinds or {"full_attention"}  # MiniMax has one window for all of its layers
     place = torch.arange(visible.shape[-1], device=visible.device)
-    near = place[: visible.shape[-2], None] - place < model.config.sliding_window
+    near = place[: visible.shape[-2], None] - place < size
     if visible.dtype == torch.bool:
         return dict.fromkeys(kinds, visible & near)
     return dict.fromkeys(kinds, visible.masked_fill(~near, torch.finfo(visible.dtype).min))

@@ -20,6 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from refold.compat.documents import Documents
 from refold.errors import ArgumentError, RefoldError
 from refold.integrations import documents as borders
+from refold.integrations.attention import window
 from refold.ops.torch.cuts import Cut, agree, pieces, whole
 from refold.parallel import shard
 
@@ -27,7 +28,7 @@ IMPLEMENTATION = "refold_ranks"
 """The name of `attend` among the attention functions of transformers."""
 
 _CACHES = ("cache", "cache_params", "past_key_values")
-_UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of attention functions that change results, and that `attend` does not know."""
 
 
@@ -55,6 +56,8 @@ def refuse_others(model: nn.Module, replaced: Mapping[str, str], kept: Mapping[s
             alone[name] = f"{type(module).__name__} does not call the attention functions of transformers"
         elif not module.is_causal:
             alone[name] = f"{type(module).__name__} is not causal"
+        elif any(type(child).__name__.endswith("Indexer") for child in module.children()):
+            alone[name] = f"{type(module).__name__} has an indexer, which chooses among its own tokens"
     if alone:
         name, reason = next(iter(alone.items()))
         more = f", and {len(alone) - 1} more" if len(alone) > 1 else ""
@@ -131,6 +134,10 @@ def _checked(
             f"{who}: ranks read a prompt at once, without gradients. Pass use_cache=True under torch.no_grad(), and no "
             "cache: the model makes one. To go on from it, undo() first."
         )
+    if given.get("use_cache") and window(model) is not None:
+        raise ArgumentError(
+            f"{who}: a cache of sliding windows does not hold the tokens of all ranks. Read the prompt on one device."
+        )
     if (mask := given.get("attention_mask")) is not None:
         if not (isinstance(mask, Tensor) and mask.shape == tokens.shape[:2] and bool(mask.all())):
             raise ArgumentError(
@@ -199,7 +206,7 @@ def _leave(model: nn.Module, args: Any, output: Any) -> None:
 @_eager
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, **options: Any,
+    scaling: float | None = None, sliding_window: int | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of the tokens of this rank to those of all ranks; an attention function of transformers.
 
@@ -211,6 +218,7 @@ def attend(
         attention_mask: None: the call of the model says what is seen.
         dropout: The probability that a weight is dropped.
         scaling: The factor of scores.
+        sliding_window: How many tokens a token sees, itself included; None for all before it.
         **options: What transformers passes besides.
 
     Returns:
@@ -234,24 +242,31 @@ def attend(
         part = query[:, :, piece.at : piece.at + piece.end - piece.begin]
         if not part.shape[2]:
             continue
-        keys, values = key[:, :, : piece.end], value[:, :, : piece.end]
-        mask, shared = _visible(borders.current(), piece.begin, piece.end), query.shape[1] != key.shape[1]
+        first = 0 if sliding_window is None else max(0, piece.begin + 1 - sliding_window)
+        keys, values = key[:, :, first : piece.end], value[:, :, first : piece.end]
+        mask = _visible(borders.current(), first, piece.begin, piece.end, sliding_window, query.device)
+        shared = query.shape[1] != key.shape[1]
         more: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "scale": scaling, "enable_gqa": shared}
         parts.append(F.scaled_dot_product_attention(part, keys, values, **more))
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
-def _visible(documents: Documents | None, begin: int, end: int) -> Any:
-    """Return which of the first ``end`` tokens of the sequence each from ``begin`` on sees."""
-    if documents is None:
+def _visible(
+    documents: Documents | None, first: int, begin: int, end: int, window: int | None, device: torch.device
+) -> Any:
+    """Return which of the tokens ``first`` to ``end`` of the sequence each from ``begin`` on sees."""
+    if documents is None and window is None:
         return causal_lower_right(end - begin, end)
 
     def find() -> Tensor:
-        number = documents.numbers((1, end))[0]
-        place = torch.arange(end, device=number.device)
-        return (number[begin:, None] == number) & (place[begin:, None] >= place)
+        back = torch.arange(begin, end, device=device)[:, None] - torch.arange(first, end, device=device)
+        seen = back >= 0 if window is None else (back >= 0) & (back < window)
+        if documents is None:
+            return seen
+        number = documents.numbers((1, end))[0].to(device)
+        return seen & (number[begin:, None] == number[first:])
 
-    return borders.once(documents.cu_seqlens, ("visible", begin, end), find)
+    return find() if documents is None else borders.once(documents.cu_seqlens, ("visible", begin, end, window), find)
 
 
 def registered() -> str:
