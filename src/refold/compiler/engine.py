@@ -90,8 +90,10 @@ def _outcome(gm: GraphModule, inputs: Sequence[Any], options: Options, entry: Gr
                 return plain(gm, inputs, options, entry.saying(f"nothing was looked for: {kind}"))
             if any(isinstance(x, torch.Tensor) and x.is_neg() for x in inputs):
                 # Dynamo compiles again for them: its guards compare dispatch keys.
-                reason = "because Inductor drops the sign of an input, a negated view"
-                return Outcome(gm, replace(entry, chosen="eager", reason=reason))
+                return _eager(gm, entry, "because Inductor drops the sign of an input, a negated view")
+            if any(getattr(node.target, "__name__", "") == "_enter_inference_mode" for node in gm.graph.nodes):
+                # AOTAutograd fails in it, and takes down what runs in the process afterwards.
+                return _eager(gm, entry, "because PyTorch does not compile a graph that enters inference mode")
             return Remembering(gm, inputs, options, entry).run()
     except (PlanError, TraceAgain):
         raise
@@ -104,6 +106,10 @@ def _outcome(gm: GraphModule, inputs: Sequence[Any], options: Options, entry: Gr
         warn(f"refold failed on graph {entry.index} ({first_line(error)}); Inductor compiles it instead. {BUG}")
         entry = entry.saying(f"refold failed: {refused('refold-failed', first_line(error))}")
         return plain(gm, inputs, options, replace(entry, chosen="inductor", reason="because refold failed"))
+
+
+def _eager(gm: GraphModule, entry: GraphReport, reason: str) -> Outcome:
+    return Outcome(gm, replace(entry, chosen="eager", reason=reason))
 
 
 def _unseen_by_hooks() -> AbstractContextManager[Any]:

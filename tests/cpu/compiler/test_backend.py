@@ -366,3 +366,24 @@ def test_views_that_are_negated_when_they_are_read():
     for x in (plain, view):
         torch.testing.assert_close(compiled(x), x.exp() + 1)
     assert "negated view" in str(compiled.report)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_that_enters_inference_mode_runs_eagerly(training):
+    """AOTAutograd raises there, and leaves the process unable to compute."""
+
+    def fn(x, y):
+        with torch.inference_mode():
+            h = torch.zeros_like(x[:, 0])
+            for t in range(20):
+                h = h * 0.5 + x[:, t]
+        return y * 2, h
+
+    x, y = torch.randn(2, 20, 3), torch.randn(3, requires_grad=training)
+    compiled = refold.compile(fn, strict=True)
+    for expected, result in zip(fn(x, y), compiled(x, y), strict=True):
+        torch.testing.assert_close(result, expected)
+        assert (result.is_inference(), result.requires_grad) == (expected.is_inference(), expected.requires_grad)
+    assert "inference mode" in str(compiled.report)
+    with torch.inference_mode():
+        torch.testing.assert_close(refold.compile(lambda x: x.exp() + 1, strict=True)(x), x.exp() + 1)
