@@ -3,8 +3,9 @@
     S <- D S;    S <- S + k (b x - b Sᵀ r)ᵀ;    o = Sᵀ q
 
 A step's new state is read as a sum of products in index notation, so the spelling does not matter. It is this map if
-one product is the decayed state, one contracts the decayed state along the keys, and all others hold no state; the last
-two kinds have the same write keys k. States are not written: all that reads them must contract them, after the step.
+one product is the decayed state, one contracts the state along the keys, and all others hold no state. States are not
+written: all that reads them must contract them, after the step. Two things may be otherwise, as in RWKV-7: what is
+contracted may be the state before its decay, and x may be written under other keys than what was read.
 
 Shapes. A state has axes in any order: those of the keys (n), of the values (p), which only x runs along, and others.
 Source: Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464), section 3.
@@ -66,6 +67,10 @@ class Weighted:
         """Return the factors that run along an axis of the state."""
         return [part for part in self.parts if place in part.places]
 
+    def holds(self, parts: Iterable[Part]) -> bool:
+        """Tell whether it has factors."""
+        return Counter(parts) <= Counter(self.parts)
+
     def without(self, parts: Iterable[Part]) -> Weighted:
         """Leave factors out.
 
@@ -109,6 +114,8 @@ class RankOne:
         beta: b.
         inputs: The summands of x.
         queries: What contracts the new states.
+        early: Whether r reads the state before it decays.
+        under: The keys that x is written under; None if they are k.
     """
 
     state: Node
@@ -121,6 +128,8 @@ class RankOne:
     beta: Weighted
     inputs: tuple[Weighted, ...]
     queries: tuple[Query, ...] = ()
+    early: bool = False
+    under: Weighted | None = None
 
     @property
     def others(self) -> list[int]:
@@ -164,33 +173,38 @@ def _step(values: _Values, state: Node, new: Node, whole: Product, products: lis
     inputs = [values.weighted(product, None, rows)[0] for product in products if product not in holding]
     if n is None or not decay.number > 0:
         raise _Other
-    reads = erased.without(decay.parts)  # what is read is the decayed state
+    early = not erased.holds(decay.parts)
+    reads, number = (erased, erased.number) if early else (erased.without(decay.parts), erased.number / decay.number)
     written = reads.along(_WRITTEN)
-    reads = replace(reads.without(written), number=-erased.number / decay.number)
+    reads = replace(reads.without(written), number=-number)
     keys = [replace(part, places=tuple(n if x == _WRITTEN else x for x in part.places)) for part in written]
-    if not keys or not reads.along(n) or any(Counter(term.along(n)) != Counter(keys) for term in inputs):
+    under = inputs[0].along(n)
+    if not (keys and under and reads.along(n)) or any(Counter(term.along(n)) != Counter(under) for term in inputs):
         raise _Other
     if any(len(set(part.places)) != len(part.places) for part in keys):
         raise _Other  # one matrix in place of two keys
-    inputs = [term.without(keys) for term in inputs]
-    common = Counter(part for part in reads.parts if n not in part.places)
+    apart = Counter(under) != Counter(keys)
+    inputs = [term.without(under) for term in inputs]
+    common = Counter(part for part in reads.parts if n not in part.places and not apart)
     for term in inputs:
         common &= Counter(term.parts)
     beta = Weighted(1.0, tuple(common.elements()))
     inputs = [term.without(beta.parts) for term in inputs]
     return RankOne(
-        state, new, n, None, decay, Weighted(1.0, tuple(keys)), reads.without(beta.parts), beta, tuple(inputs)
-    )
+        state, new, n, None, decay, Weighted(1.0, tuple(keys)), reads.without(beta.parts), beta, tuple(inputs),
+        early=early, under=Weighted(1.0, tuple(under)) if apart else None,
+    )  # fmt: skip
 
 
 def _with_values(step: RankOne) -> RankOne:
     """Choose the axis of the values: all but inputs are the same along it."""
-    read = (step.decay, step.keys, step.reads, step.beta, *(query.factors for query in step.queries))
+    keys = (step.keys, *filter(None, [step.under]))
+    read = (step.decay, *keys, step.reads, step.beta, *(query.factors for query in step.queries))
     used, written = ({x for term in terms for part in term.parts for x in part.places} for terms in (read, step.inputs))
     free = [place for place in range(value(step.state).dim()) if place not in used]
     p = max(free, key=lambda place: (place in written, place), default=None)
     found = replace(step, p=p)
-    if p is None and not all(step.keys.along(place) for place in found.others):
+    if p is None and not all(key.along(place) for key in keys for place in found.others):
         raise _Other  # keys would have to be repeated for each value
     return found
 

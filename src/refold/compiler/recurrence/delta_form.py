@@ -23,6 +23,7 @@ from ..ir.fx import mark_as_made, value
 from ..ir.operators import RANK_ONE
 from ..ir.sinking import sliced_early
 from .delta import Query, RankOne, Weighted
+from .delta_tokens import Tokens
 from .duality import lay, logarithm
 from .readout import Term, terms
 from .signs import sign
@@ -124,14 +125,17 @@ def rank_one(facts: Corrections) -> tuple[dict[Node, Node], Node]:
         start = emit.permute(facts.initial, [axis - 1 for axis in state_order if axis is not None])
         start = emit.reshape(start, [1 if axis is None else facts.shape[axis] for axis in state_order])
         given["initial_state"] = emit.dense(facts.merged(start, 1))
+    under = None if step.under is None else facts.laid(facts.terms(step.under), 1.0, [n])
+    tokens = Tokens(emit, facts.count, step.early, under)
+    given = tokens.arguments(given)
     found, last = dict[Node, Node](), None
     for query in step.queries or [None]:
         q = k if query is None else facts.laid(facts.terms(query.factors), query.factors.number, [n], k)
-        result = emit.call(RANK_ONE.target, *RANK_ONE.args(q=q, **given, scale=1.0))
+        result = emit.call(RANK_ONE.target, *RANK_ONE.args(q=tokens.queries(q), **given, scale=1.0))
         mark_as_made(result)
         if query is not None:
-            found[query.node] = _read(facts, query, emit.call(getitem, result, 0))
-        last = last or emit.call(getitem, result, 1)
+            found[query.node] = _read(facts, query, tokens.results(emit.call(getitem, result, 0)))
+        last = last or tokens.state(emit.call(getitem, result, 1))
     assert last is not None
     return found, _natural(facts, last, state_order, [axis + 1 for axis in range(len(facts.shape) - 1)])
 

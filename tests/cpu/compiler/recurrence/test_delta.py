@@ -8,11 +8,16 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import refold
+from refold.compiler.decisions import Store
+from refold.compiler.dynamo import captures_loops
 from refold.compiler.ir.operators import RANK_ONE
+from refold.compiler.options import Options
 from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.delta import read_rank_one
+from refold.compiler.session import GraphCompile
 from support.agreement import outputs, rewritten
 from support.products import in_turns
+from support.scans import Described
 
 B, T, H, N, P = 2, 19, 3, 6, 4
 
@@ -237,9 +242,55 @@ def with_mv(q, k, v, g, beta, r):
     return torch.stack(out)
 
 
+def rwkv7(q, k, v, g, beta, r):
+    """Reads the state before its decay, and writes values under other keys."""
+    w, a, b, S, out = (
+        torch.exp(-0.6 * (g[..., None] * k).sigmoid()),
+        -r,
+        r * beta[..., None],
+        v.new_zeros(B, H, P, N),
+        [],
+    )
+    for t in range(T):
+        sa = (S * a[:, t, :, None]).sum(-1)
+        S = S * w[:, t, :, None] + sa[..., None] * b[:, t, :, None] + v[:, t, ..., None] * k[:, t, :, None]
+        out.append((S * q[:, t, :, None]).sum(-1))
+    return torch.stack(out, 1), S
+
+
+def rwkv7_of_one_head(q, k, v, g, beta, r):
+    """From a state that is given. Some decays are zero, and forget nothing of what was read."""
+    w, S, out = k[0, :, 0].clamp(min=0), r[0, :P, 0], []
+    for t in range(T):
+        S = S * w[t] + torch.outer(S @ r[0, t, 0], q[0, t, 0]) + torch.outer(v[0, t, 0], k[0, t, 0])
+        out.append(S @ q[0, t, 1])
+    return torch.stack(out)
+
+
+def fast_weights_that_fade(q, k, v, g, beta, r):
+    """A step of gradient descent with weight decay: the error is that of the weights before they decay."""
+    W, out = 0.1 * r[:, 0, ..., None] * v[:, 0, :, None], []
+    for t in range(T):
+        error = k[:, t, :, None] @ W - v[:, t, :, None]
+        W = g[:, t, :, None, None].exp() * W - beta[:, t, :, None, None] * (k[:, t, ..., None] @ error)
+        out.append(q[:, t, :, None] @ W)
+    return torch.cat(out, 2), W
+
+
+def another_key_erases(q, k, v, g, beta, r):
+    S, out = v.new_zeros(B, H, N, P), []
+    for t in range(T):
+        S = S * g[:, t, :, None, None].exp()
+        S = S - beta[:, t, :, None, None] * r[:, t, ..., None] * (S * r[:, t, ..., None]).sum(-2, keepdim=True)
+        S = S + k[:, t, ..., None] * v[:, t, :, None]
+        out.append(torch.einsum("bhnp,bhn->bhp", S, q[:, t]))
+    return torch.stack(out, 1), S
+
+
 SPELLINGS = [
     as_fla, as_kda, ungated, without_strength, with_matmul, with_bmm, with_einsum, decay_from_gates, multiplied_out,
-    one_sequence, shared_keys, two_queries, with_addcmul, with_mv,
+    one_sequence, shared_keys, two_queries, with_addcmul, with_mv, rwkv7, rwkv7_of_one_head, fast_weights_that_fade,
+    another_key_erases,
 ]  # fmt: skip
 
 
@@ -250,10 +301,10 @@ def test_spellings(fn, training):
 
 # What a step may do otherwise than the delta rule, each with whether it is one all the same.
 OTHERWISE = {
-    "decay": {"key": True, "none": True, "value": False, "after": True, "key, after": False},
-    "erased": {"r": False},  # another key than the one that is written
+    "decay": {"key": True, "none": True, "value": False, "after": True, "key, after": True},
+    "erased": {"r": True},  # another key than the one that is written
     "read": {"r": True, "q": True},
-    "source": {"old": False, "new": False},
+    "source": {"old": True, "new": False},
     "sign": {"+": True},
     "state": {"transposed": False},
     "strength": {"value": False, "of what is written": True},
@@ -345,6 +396,35 @@ def test_one_program_for_all_lengths(training):
         graphs |= {id(graph) for graph in compiled.report.graphs}
         assert RANK_ONE.name in str(compiled.report)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_several_tokens_a_step_are_one_program_for_all_lengths(early):
+    graphs = []
+
+    def fn(q, k, v, g, r):
+        S, out = v.new_zeros(*k.shape[::2], k.shape[3], v.shape[3]), []
+        for t in range(k.shape[1]):
+            old, S = S, S * g[:, t, :, None, None].exp()
+            erased = k[:, t, ..., None] * ((old if early else S) * k[:, t, ..., None]).sum(-2, keepdim=True)
+            S = S - erased + r[:, t, ..., None] * v[:, t, :, None]
+            out.append((S * q[:, t, ..., None]).sum(-2))
+        return torch.stack(out, 1), S
+
+    def backend(gm, inputs):
+        session = GraphCompile(gm, inputs, Options(verify="off", cache=False), Described("training"), Store(None, ""))
+        session.rewrite_before_autograd()
+        graphs.append([row.detail for row in session.rows.values()])
+        return session.gm
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=captures_loops(backend), dynamic=True)
+    q, k, v, g, _, r = operands()
+    for steps in (17, T):
+        given = [x[:, :steps].clone().requires_grad_() for x in (q, k, v, g, r)]
+        torch.testing.assert_close(compiled(*given), fn(*given), rtol=1e-9, atol=1e-9)
+    ((detail,),) = graphs
+    assert detail.endswith(f"as one {RANK_ONE.name}")
 
 
 def test_a_step_of_many_sums_is_not_read_to_its_end():
