@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import refold
 from refold.errors import ArgumentError
 from refold.integrations import heads
-from support.families import ids, make, qwen
+from support.families import OTHERS, ids, make, qwen
 from support.ranks import on_ranks
 
 BOUND = 1e-6
@@ -21,12 +21,23 @@ BOUND = 1e-6
 NAMES = "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h", "zamba2"
 
 
-def models():
-    """Yield models: of each family, and with one group that every rank reads."""
+def models(ranks):
+    """Yield models: of each family whose heads divide, and with groups that several ranks read, or parts of them."""
     for name in NAMES:
         yield name, make(name)
     yield "one group", make("mamba2", n_groups=1)
     yield "biases", make("mamba2", use_bias=True, n_groups=1)
+    yield "channels", make("falcon_mamba" if ranks == 3 else "mamba")
+    yield "norms of what channels make", make("jamba")
+    yield "parts of groups", make("qwen3_next", linear_num_value_heads=6, linear_num_key_heads=3)
+    if ranks == 2:
+        yield "heads of channels", make("zamba")
+        yield "qwen3_5", qwen()
+        yield "a group of all heads", make("qwen3_next", linear_num_key_heads=1)
+        yield "olmo_hybrid", make("olmo_hybrid")
+        yield "kimi_linear", make("kimi_linear")
+        if "bailing_hybrid" in OTHERS:
+            yield "bailing_hybrid", make("bailing_hybrid")
 
 
 def local(a):
@@ -68,9 +79,8 @@ def work(rank, size):
         group = dist.new_group(list(range(count)))
         if rank < count:
             mesh = DeviceMesh.from_group(group, "cpu")
-            found |= {f"{name}, {count}": compare(model, mesh) for name, model in models()}
+            found |= {f"{name}, {count}": compare(model, mesh) for name, model in models(count)}
             if count == 2:
-                found["qwen3_5, 2"] = compare(qwen(), mesh)
                 planted = {
                     "groups": (heads._SumRows, "backward", staticmethod(lambda ctx, g: (g, None))),
                     "norm": (heads._Norm, "forward", lambda self, x, z: x),
@@ -79,8 +89,8 @@ def work(rank, size):
                     with pytest.MonkeyPatch.context() as patch:
                         patch.setattr(owner, name, wrong)
                         found[f"planted {bug}"] = len(compare(make("mamba2", n_groups=1), mesh))
-                with pytest.raises(ArgumentError, match=r"only those of Mamba-2 and Qwen3\.5 layers"):
-                    compare(make("mamba"), mesh)
+                with pytest.raises(ArgumentError, match="MiniMaxLightningAttention: its heads cannot be cut"):
+                    compare(make("minimax"), mesh)
             else:
                 with pytest.raises(ArgumentError, match="4 heads do not divide over 3 ranks"):
                     compare(qwen(), mesh)
