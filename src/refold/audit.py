@@ -26,6 +26,7 @@ from torch import Tensor
 from refold.compat import PACKAGES
 from refold.compat import causal_conv1d as conv
 from refold.compat import mamba_ssm as mamba
+from refold.errors import first_line
 
 ROUNDING = {torch.float32: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ALLOWED = 8  # roundings
@@ -86,7 +87,7 @@ def _run(case: Case, device: torch.device) -> Iterator[Finding]:
     try:
         function = getattr(importlib.import_module(case.module), case.function)
     except Exception as error:  # whatever another package raises on import is a reason
-        yield _not_run(case, f"{case.module} cannot be imported: {_first_line(error)}")
+        yield _not_run(case, f"{case.module} cannot be imported: {first_line(error)}")
         return
     for dtype in case.dtypes:
         yield _judge(case, function, device, dtype)
@@ -107,7 +108,7 @@ def _judge(case: Case, function: Callable[..., Any], device: torch.device, dtype
             if not error <= worst:  # NaN counts
                 worst, where = error, what
     except Exception as error:
-        return _not_run(case, f"raised {_first_line(error)}", dtype)
+        return _not_run(case, f"raised {first_line(error)}", dtype)
     allowed = ALLOWED * ROUNDING[dtype]
     verdict = "right" if worst <= allowed else "wrong"
     name = f"{case.name}, {str(dtype).removeprefix('torch.')}"
@@ -132,10 +133,6 @@ def error_of(theirs: Tensor, exact: Tensor) -> float:
 def _not_run(case: Case, reason: str, dtype: torch.dtype | None = None) -> Finding:
     name = case.name if dtype is None else f"{case.name}, {str(dtype).removeprefix('torch.')}"
     return Finding(case.package, case.function, name, "not run", reason)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _compare(

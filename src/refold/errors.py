@@ -69,6 +69,11 @@ class RefoldWarning(UserWarning):
     """refold could not do its work and something slower, but right, runs instead."""
 
 
+def first_line(error: BaseException, most: int = 500) -> str:
+    """Name an error's kind, and give the first line of its message, shortened."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:most]}"
+
+
 def printable(text: str, *, lines: bool = False) -> str:
     """Write out what is no printable character, before text that others chose reaches a terminal.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import first_line
 from .rows import Row
 
 Program = Callable[..., Any]
@@ -34,11 +35,6 @@ def relative(got: Tensor, exact: Tensor) -> float:
 
 def _several(results: Any) -> Sequence[Tensor]:
     return (results,) if isinstance(results, Tensor) else results
-
-
-def said(error: Exception) -> str:
-    """Name the kind of an error, and the first line of its message, shortened."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def take_turns(runs: Mapping[str, Run], rounds: int, device: torch.device, calls: int = 1) -> dict[str, list[float]]:
@@ -107,7 +103,7 @@ def contest(
                     reason = f"an error above {bound}"
             del found
         except Exception as failure:  # whatever a program raises; the others are measured
-            reason = said(failure)
+            reason = first_line(failure, 200)
         if not reason:
             runs[name] = program
             continue

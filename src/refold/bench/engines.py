@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ..engines import adapters
+from ..errors import first_line
 from . import engine_kernels
-from .contest import relative, said, take_turns
+from .contest import relative, take_turns
 from .options import check_names
 from .progress import wanted
 from .rows import Row
@@ -330,7 +331,7 @@ def _measure(runs: dict[str, Program], given: Given, rounds: int) -> Row:
                 graphs[name] = captured(run, given, layers)
             eager[name] = partial(run, copied(given))
         except Exception as error:  # whatever a kernel raises; the run goes on
-            row["not_run"][name] = said(error)
+            row["not_run"][name] = first_line(error, 200)
     times = {"eager_ms": take_turns(eager, rounds, device), "median_ms": take_turns(graphs, rounds, device)}
     for key, taken in times.items():
         count = layers if key == "median_ms" else 1

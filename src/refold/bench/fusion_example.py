@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 import refold
 
-from ..errors import ArgumentError, DeviceError
+from ..errors import ArgumentError, DeviceError, first_line
 from ..verify.memory import peak_bytes
 from ..verify.profile import longest, profiling, take
-from .contest import contest, said
+from .contest import contest
 from .options import DTYPES, VERIFY, check_names
 from .progress import wanted
 from .rows import Row
@@ -84,7 +84,7 @@ def fusion_example(
                     try:
                         programs |= {"published CUDA": published(checkout, model, made, at)}
                     except Exception as error:  # no device, no compiler, other versions: the others run
-                        not_run["published CUDA"] = f"not run: {said(error)}"
+                        not_run["published CUDA"] = f"not run: {first_line(error, 200)}"
                 row = measure(programs, model, ids, rounds)
                 yield given | row | {"not_run": not_run | row["not_run"]}
 

@@ -14,12 +14,11 @@ import torch
 
 import refold
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, first_line
 from ..generate.torch import Generator
 from ..models import counts
 from ..models.configs import Mamba2Config
 from . import peers
-from .contest import said
 from .generation_torch import decoder, device_params
 from .language_models import MODELS, not_run, row, seconds
 from .options import check_names
@@ -125,7 +124,7 @@ def generate(
                     times = _per_token(model, rows, past, tokens, repeats)
                 except Exception as error:  # whatever a model raises, and memory; the run goes on
                     torch.cuda.empty_cache()
-                    yield not_run(backend, name, what, said(error))
+                    yield not_run(backend, name, what, first_line(error, 200))
                     return
                 yield row(backend, name, what, times, counts.Counts(0, 0))
 

@@ -20,13 +20,12 @@ import torch
 
 import refold
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, first_line
 from ..generate.torch import Generator
 from ..models import counts
 from ..models.checkpoint import layout, random_params
 from ..models.configs import Config, Mamba2Config, MambaConfig
 from . import peers
-from .contest import said
 from .language_models import MODELS, PAST, in_turns, not_run, row, seconds
 from .options import DTYPES, check_names
 from .progress import wanted
@@ -287,7 +286,7 @@ def rival_rows(
         work = need if isinstance(need, counts.Counts) else need(call)
         yield measured(rival.backend, name, what, call, work, repeats, rounds)
     except Exception as error:  # whatever another package raises; the run goes on
-        yield not_run(rival.backend, name, what, said(error))
+        yield not_run(rival.backend, name, what, first_line(error, 200))
 
 
 def generation_torch_cpu(*, tokens: int = 16, seqlen: int = 256, repeats: int = 6) -> Iterator[Row]:

@@ -39,12 +39,11 @@ from typing import Any
 
 import torch
 
-from ..errors import DeviceError
+from ..errors import DeviceError, first_line
 from ..ops.arrays import meta_of
 from ..ops.spec import Meta, OpSpec, load
 from ..ops.timed import Timed, operator_suites
 from ..verify.profile import longest, profiling, take
-from .contest import said
 from .progress import wanted
 from .rows import Row
 
@@ -229,7 +228,7 @@ def rivals(case: TimedCall) -> Row:
                 with profiling():
                     row.setdefault("longest", {})[name] = longest(take(name, run, device))
         except Exception as error:  # whatever another package raises; the run goes on
-            row[f"{name}_ms"] = f"not run: {said(error)}"
+            row[f"{name}_ms"] = f"not run: {first_line(error, 200)}"
     return row
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ..errors import first_line
 from ..models.configs import Mamba2Config, MambaConfig
-from .contest import said
 
 Call = Callable[[], None]
 
@@ -25,7 +25,7 @@ def absent(*modules: str) -> str | None:
         try:
             import_module(name)
         except (ImportError, OSError) as error:  # the second from a library of other versions
-            return said(error)
+            return first_line(error, 200)
     return None
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DeviceError
+from ..errors import DeviceError, first_line
 from ..models.configs import Mamba2Config
-from .contest import said
 from .language_models import MODELS, turns
 from .options import check_names
 from .progress import wanted
@@ -71,7 +70,7 @@ def compared(
         except Exception as error:  # whatever another package raises; the others run
             if who != PEER:
                 raise
-            not_run[who] = said(error)
+            not_run[who] = first_line(error, 200)
     more: dict[str, Row] = {"decode": {}, "prefill": {}}
     if exact:
         wide = jax.tree.map(lambda x: x.astype(np.float64), plain)

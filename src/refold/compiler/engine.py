@@ -19,13 +19,13 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 import torch
 from torch.fx import Graph, GraphModule
 
-from ..errors import ArgumentError, CompileError, PlanError, warn
+from ..errors import ArgumentError, CompileError, PlanError, first_line, warn
 from ..report import GraphReport, Report
 from .choices import Choices
 from .dynamo import captures_loops, notes
 from .dynamo.as_written import run_as_written
 from .environment import environment
-from .inductor import Compiled, first_line, show_graph
+from .inductor import Compiled, show_graph
 from .ir.fx import mend_powers
 from .options import Options
 from .patience import patience

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
+from ..errors import first_line
 from ..ops.torch.nodes import AT_ONCE
 from .complex_values import lay_out_complex_values
 from .external_cumsum import keep_scans_external
@@ -204,11 +205,6 @@ def standalone(
     """Compile a graph for exactly these inputs, apart from whatever compile is under way; see `inductor`."""
     with apart():
         return inductor(gm, inputs, options=options, notes=notes)
-
-
-def first_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def duplicate(gm: GraphModule) -> GraphModule:

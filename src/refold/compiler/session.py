@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import warn
+from ..errors import first_line, warn
 from ..report import GraphReport, RewriteReport
 from .compile_time import WITH_BACKWARD, inductor_seconds, layer_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
@@ -32,7 +32,6 @@ from .inductor import (
     bind,
     clone_inputs,
     duplicate,
-    first_line,
     inductor_with,
     sums_are_external,
     with_part,

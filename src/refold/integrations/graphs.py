@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from refold.errors import first_line
 from refold.integrations import attention, documents, lean, parts
 from refold.integrations.decoding import any_global_hook
 from refold.integrations.lean import Lean
@@ -426,7 +427,7 @@ class Graphs:
                 else:
                     slot.put(held.layers[slot.layer], before[i])
             self.steps.pop((key, step.capacity), None)
-            self.failed[key] = f"it cannot be captured ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            self.failed[key] = f"it cannot be captured ({first_line(error, 200)})"
             return self.failed[key]
         step.lend()
         if before is not None:

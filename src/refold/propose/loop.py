@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, ProposerError, TargetError
+from ..errors import ArgumentError, ProposerError, TargetError, first_line
 from ..judge import LEVELS, Nursery, Program, Terms, Verdict, describe_inputs, judge, source
 from .protocol import SCHEMA, Attempt, Proposal, Proposer, Request, speed
 
@@ -242,7 +242,7 @@ def _workshop(original: Program, terms: Terms, folder: Path, record: _Record) ->
     try:
         return Workshop(original, terms, folder)
     except Exception as error:  # the user's layer, and compilers, fail in any way
-        record("note", text=f"programs and plans cannot be tried: {type(error).__name__}: {str(error)[:500]}")
+        record("note", text=f"programs and plans cannot be tried: {first_line(error)}")
         return None
 
 
@@ -253,7 +253,7 @@ def _described(workshop: Any, record: _Record) -> dict[str, Any]:
     try:
         found = workshop.describe()
     except Exception as error:
-        record("note", text=f"the layer cannot be described: {type(error).__name__}: {str(error)[:500]}")
+        record("note", text=f"the layer cannot be described: {first_line(error)}")
         return {}
     return {**found, "regions": tuple(found["regions"])}
 
@@ -266,7 +266,7 @@ def _made(workshop: Any, proposal: Proposal, number: int, folder: Path) -> Attem
     try:
         attempt, evidence = workshop.tried(proposal, number)
     except Exception as error:  # compilers fail in any way; the run goes on
-        reason = f"it could not be tried: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:500]}"
+        reason = f"it could not be tried: {first_line(error)}"
         attempt, evidence = Attempt(proposal.text, "unjudged", "", reason, kind=proposal.kind), {}
     (folder / "trials" / f"{number:03}.jsonl").write_text(json.dumps(evidence, default=str) + "\n")
     return attempt

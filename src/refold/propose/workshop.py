@@ -27,7 +27,7 @@ from ..compiler.notation.rules import Rule, replacement
 from ..compiler.pipeline import NAMES
 from ..compiler.private import recompile_limits, tree_leaves
 from ..compiler.regions import Region, regions
-from ..errors import ArgumentError, CompileError, ProgramError, RefoldError, TargetError
+from ..errors import ArgumentError, CompileError, ProgramError, RefoldError, TargetError, first_line
 from ..judge import Program, Terms
 from ..ops.spec import operators
 from ..report import Report
@@ -236,7 +236,7 @@ class Workshop:
         except RefoldError:
             raise
         except Exception as error:
-            raise CompileError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+            raise CompileError(first_line(error)) from error
         return compiled, compiled.report
 
     def _wrong(self, run: Run, report: Report) -> str:

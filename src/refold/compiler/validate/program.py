@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from ...errors import CompileError, warn
+from ...errors import CompileError, first_line, warn
 from ...report import GraphReport
 from ...report.text import between
 from ...verify import Race, median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA
 from ..compile_time import ORIGINAL_S, RIVAL_S, unrolled_seconds
-from ..inductor import Compiled, arguments, clone_inputs, first_line, inductor, standalone
+from ..inductor import Compiled, arguments, clone_inputs, inductor, standalone
 from ..ir.captured_loop import unrolled_size
 from ..ir.cost import Cost, calls_far_less, clearly_less
 from ..ir.source import source_line
