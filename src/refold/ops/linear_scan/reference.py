@@ -1,29 +1,22 @@
-"""The definition of the elementwise linear recurrence: NumPy, float64, one token after the other."""
+"""The definition of the elementwise linear recurrence."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy import ndarray
+from refold.ops.definition import Array, library, walk, wide
 
 
 def linear_scan(
-    a: ndarray, x: ndarray, initial_state: ndarray | None = None, cu_seqlens: ndarray | None = None,
-    reset: ndarray | None = None, reverse: bool = False,
-) -> tuple[ndarray, ndarray]:  # fmt: skip
+    a: Array, x: Array, initial_state: Array | None = None, cu_seqlens: Array | None = None,
+    reset: Array | None = None, reverse: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
     """Return every ``h`` and the last one of each sequence (the first in time if ``reverse``)."""
-    a, x = a.astype(np.float64), x.astype(np.float64)
-    batch, seqlen = x.shape[:2]
-    ends = [seqlen] * batch if cu_seqlens is None else cu_seqlens[1:].tolist()
-    starts = [0] * batch if cu_seqlens is None else cu_seqlens[:-1].tolist()
+    a, x, initial_state = wide(a, x, initial_state)
 
-    h = np.zeros_like(x)
-    states = np.zeros((len(starts), *x.shape[2:]))
-    if initial_state is not None:
-        states[:] = initial_state
-    for k, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        row = k if cu_seqlens is None else 0
-        for t in reversed(range(start, end)) if reverse else range(start, end):
-            kept = a[row, t] * states[k]
-            states[k] = (kept if reset is None else np.where(reset[row, t], 0, kept)) + x[row, t]
-            h[row, t] = states[k]
-    return h, states
+    def step(row: int, t: int, h: Array) -> tuple[Array, Array]:
+        factor = a[row, t]
+        if reset is not None:  # before the product, so that neither has a gradient there
+            factor, h = (library(x).where(reset[row, t], 0.0, v) for v in (factor, h))
+        h = factor * h + x[row, t]
+        return h, h
+
+    return walk(x, cu_seqlens, initial_state, x.shape[2:], step, reverse)

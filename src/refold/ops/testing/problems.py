@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -70,11 +72,13 @@ class Problem:
 
     def reference(self) -> tuple[np.ndarray, ...]:
         """Return the results of the definition."""
-        from importlib import import_module
+        return self.defined(self.arrays)
 
+    def defined(self, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the results of the definition on these arrays, or tensors."""
         function = getattr(import_module(f"{self.spec.module}.reference"), self.spec.name)
-        absent = {arg.name: None for arg in self.spec.args if arg.name not in self.arrays}
-        results = function(**self.arrays, **absent, **self.all_options())
+        absent = {arg.name: None for arg in self.spec.args if arg.name not in arrays}
+        results = function(**arrays, **absent, **self.all_options())
         return results if isinstance(results, tuple) else (results,)
 
     def results(self) -> dict[str, np.ndarray]:
