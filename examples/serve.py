@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from refold.errors import RefoldError
 from refold.generate.sampling import Sampling
-from refold.generate.torch import Batch, Generator, Row
+from refold.generate.torch import Batch, BatchRow, Generator
 from refold.models.checkpoint import random_params
 from refold.models.configs import Mamba2Config, Mixer2Config
 
@@ -52,7 +52,7 @@ class Client:
 
 async def run(batch: Batch, rows: int, waiting: asyncio.Queue) -> None:
     """Decode for as long as the server lives."""
-    clients: dict[Row, Client] = {}
+    clients: dict[BatchRow, Client] = {}
     while True:
         while len(clients) < rows and not (clients and waiting.empty()):
             client = await waiting.get()

@@ -37,7 +37,7 @@ Compared = Iterator[tuple[str, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Case:
+class CallForm:
     """One way to call one function."""
 
     package: str
@@ -83,7 +83,7 @@ def audit(device: str | None = None) -> Iterator[Finding]:
                 yield from _run(case, where)
 
 
-def _run(case: Case, device: torch.device) -> Iterator[Finding]:
+def _run(case: CallForm, device: torch.device) -> Iterator[Finding]:
     try:
         function = getattr(importlib.import_module(case.module), case.function)
     except Exception as error:  # whatever another package raises on import is a reason
@@ -93,7 +93,7 @@ def _run(case: Case, device: torch.device) -> Iterator[Finding]:
         yield _judge(case, function, device, dtype)
 
 
-def _judge(case: Case, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Finding:
+def _judge(case: CallForm, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Finding:
     if case.gib:
         if device.type != "cuda":
             return _not_run(case, f"needs a GPU with {case.gib} GiB free", dtype)
@@ -130,7 +130,7 @@ def error_of(theirs: Tensor, exact: Tensor) -> float:
     return float((errors / sizes.maximum(0.01 * sizes.mean()).clamp(min=torch.finfo(torch.float64).tiny)).max())
 
 
-def _not_run(case: Case, reason: str, dtype: torch.dtype | None = None) -> Finding:
+def _not_run(case: CallForm, reason: str, dtype: torch.dtype | None = None) -> Finding:
     name = case.name if dtype is None else f"{case.name}, {str(dtype).removeprefix('torch.')}"
     return Finding(case.package, case.function, name, "not run", reason)
 
@@ -381,39 +381,39 @@ _ATTENTION = {
 """Functions of fla, and of `refold.compat.fla`: module of fla, decay, and whether they erase."""
 
 
-def _cases() -> Iterator[Case]:
+def _cases() -> Iterator[CallForm]:
     ssd = ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-    yield Case(*ssd, "contiguous", _ssd())
-    yield Case(*ssd, "strided views", _ssd(strided=True))
-    yield Case(*ssd, "pack", _ssd(pack=True))
-    yield Case(*ssd, "gradients", _ssd(grads=True))
-    yield Case(*ssd, "gradients of a pack of strided views", _ssd(True, True, True))
-    yield Case(*ssd, "views past 2^31 elements", _ssd_long, (torch.bfloat16,), gib=12)
+    yield CallForm(*ssd, "contiguous", _ssd())
+    yield CallForm(*ssd, "strided views", _ssd(strided=True))
+    yield CallForm(*ssd, "pack", _ssd(pack=True))
+    yield CallForm(*ssd, "gradients", _ssd(grads=True))
+    yield CallForm(*ssd, "gradients of a pack of strided views", _ssd(True, True, True))
+    yield CallForm(*ssd, "views past 2^31 elements", _ssd_long, (torch.bfloat16,), gib=12)
     scan = ("mamba_ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
-    yield Case(*scan, "contiguous", _selective_scan())
-    yield Case(*scan, "gradients", _selective_scan(True))
-    yield Case(*scan, "past 2^31 elements", _selective_scan_long, (torch.bfloat16,), gib=30)
+    yield CallForm(*scan, "contiguous", _selective_scan())
+    yield CallForm(*scan, "gradients", _selective_scan(True))
+    yield CallForm(*scan, "past 2^31 elements", _selective_scan_long, (torch.bfloat16,), gib=30)
     update = ("mamba_ssm", "mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
-    yield Case(*update, "strided views, slots", _state_update(16))
-    yield Case(*update, "slots past 2^31 elements", _state_update(33_000), (torch.bfloat16,), gib=10)
+    yield CallForm(*update, "strided views, slots", _state_update(16))
+    yield CallForm(*update, "slots past 2^31 elements", _state_update(33_000), (torch.bfloat16,), gib=10)
     norm = ("mamba_ssm", "mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
-    yield Case(*norm, "groups", _norm(700))
-    yield Case(*norm, "past 2^31 elements", _norm(2_100_000), (torch.bfloat16,), gib=20)
+    yield CallForm(*norm, "groups", _norm(700))
+    yield CallForm(*norm, "past 2^31 elements", _norm(2_100_000), (torch.bfloat16,), gib=20)
     package = PACKAGES[1]
     fn = (package, package, "causal_conv1d_fn")
-    yield Case(*fn, "strided views", _convolution())
-    yield Case(*fn, "contiguous", _convolution(channels_last=False))
-    yield Case(*fn, "pack", _convolution(pack=True))
-    yield Case(*fn, "gradients of a pack", _convolution(True, True))
-    yield Case(*fn, "views past 2^31 elements", _convolution_long, (torch.bfloat16,), gib=12)
-    yield Case(package, package, "causal_conv1d_update", "one token", _convolution_step)
+    yield CallForm(*fn, "strided views", _convolution())
+    yield CallForm(*fn, "contiguous", _convolution(channels_last=False))
+    yield CallForm(*fn, "pack", _convolution(pack=True))
+    yield CallForm(*fn, "gradients of a pack", _convolution(True, True))
+    yield CallForm(*fn, "views past 2^31 elements", _convolution_long, (torch.bfloat16,), gib=12)
+    yield CallForm(package, package, "causal_conv1d_update", "one token", _convolution_step)
     for package in ("fla", "refold"):
         for function, (name, decay, erases) in _ATTENTION.items():
             its = (package, name if package == "fla" else "refold.compat.fla", function)
-            yield Case(*its, "contiguous", _attention(decay, erases))
-            yield Case(*its, "pack", _attention(decay, erases, pack=True))
+            yield CallForm(*its, "contiguous", _attention(decay, erases))
+            yield CallForm(*its, "pack", _attention(decay, erases, pack=True))
             if package == "refold" or function.startswith("chunk"):  # fla's recurrent ones have no gradients
-                yield Case(*its, "gradients", _attention(decay, erases, grads=True))
+                yield CallForm(*its, "gradients", _attention(decay, erases, grads=True))
 
 
 CASES = tuple(_cases())

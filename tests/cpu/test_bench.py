@@ -270,7 +270,7 @@ def test_what_could_not_run_says_so_and_is_tried_again():
     assert found[2]["state_dtype"] == "float32"
     assert "No module named 'mamba_ssm'" in found[0]["not_run"]
     assert [row["backend"] for row in found if row.get("median_s", 0) > 0] == ["transformers, accelerated"] * 2
-    run = progress.Run(found, told=lambda text: None)
+    run = progress.BenchRun(found, told=lambda text: None)
     named = [{key: row[key] for key in ("backend", "case")} for row in found]
     run.done = [{"suite": "", **row} for row in found]
     assert [run.wanted(what) for what in named] == [True, True, False, False]

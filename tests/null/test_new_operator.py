@@ -25,7 +25,7 @@ def halving(x, y=None, *, times=1, backend=None):
     return call(SPEC, (x, y), (times,), backend)
 ''',
     "spec": """
-from refold.ops.spec import Arg, Case, OpSpec, Option, Output, positive_int
+from refold.ops.spec import Arg, Example, OpSpec, Option, Output, positive_int
 
 SIZES = {"b": 2, "t": 5}
 SPEC = OpSpec(
@@ -34,10 +34,10 @@ SPEC = OpSpec(
     options=(Option("times", 1, "int", positive_int, "a positive integer"),),
     outputs=(Output("z", "b t", alone=("y",)),),
     cases=lambda: [
-        Case("plain", SIZES),
-        Case("strided", SIZES, strided=True),
-        Case("twice", SIZES, options={"times": 2}),
-        Case("all", SIZES, frozenset({"y"}), {"times": 2}),
+        Example("plain", SIZES),
+        Example("strided", SIZES, strided=True),
+        Example("twice", SIZES, options={"times": 2}),
+        Example("all", SIZES, frozenset({"y"}), {"times": 2}),
     ],
     flops=lambda sizes: sizes["b"] * sizes["t"],
     complete="all",

@@ -11,7 +11,7 @@ from refold.compiler.refusals import REASONS, Refusal
 ROOT = Path(__file__).parents[2]
 
 
-RAISED = ("NotALoop", "Refused", "Refusal", "refused")
+RAISED = ("NotALoop", "NotCaptured", "Refusal", "refused")
 
 
 def used_ids() -> set[str]:

@@ -80,7 +80,7 @@ def run(
     if done and not total:
         typer.echo(f"nothing to measure: {out} has all of it", err=True)
     try:
-        with progress.shown(total, quiet) as told, progress.active(progress.Run(done, told, ends=ends)) as running:
+        with progress.shown(total, quiet) as told, progress.active(progress.BenchRun(done, told, ends=ends)) as running:
             for suite, options, command in chosen:
                 running.suite = suite.name
                 free_memory()

@@ -18,8 +18,7 @@ from torch import Tensor
 from ..errors import first_line
 from .rows import Row
 
-Program = Callable[..., Any]
-Run = Callable[[], Any]
+Turn = Callable[[], Any]
 # Relative L2 error of a result or gradient. A naive layer in bfloat16 is itself that far off, or farther.
 BOUND = {"bfloat16": 5e-2, "float32": 1e-4}
 # A program that takes longer is called a few times only.
@@ -37,7 +36,7 @@ def _several(results: Any) -> Sequence[Tensor]:
     return (results,) if isinstance(results, Tensor) else results
 
 
-def take_turns(runs: Mapping[str, Run], rounds: int, device: torch.device, calls: int = 1) -> dict[str, list[float]]:
+def take_turns(runs: Mapping[str, Turn], rounds: int, device: torch.device, calls: int = 1) -> dict[str, list[float]]:
     """Time programs that take turns: the sorted times of a call, in milliseconds; slow ones get fewer turns.
 
     On a GPU, a turn is ``calls`` calls in a row, and the host does not wait between them. It waits before the first
@@ -68,10 +67,10 @@ def take_turns(runs: Mapping[str, Run], rounds: int, device: torch.device, calls
 
 
 def contest(
-    programs: Mapping[str, Run], exact: Callable[[], Tensor | Sequence[Tensor]] | None, bound: float | None,
+    programs: Mapping[str, Turn], exact: Callable[[], Tensor | Sequence[Tensor]] | None, bound: float | None,
     rounds: int, device: torch.device, *, calls: int = 1, medians: str = "times_ms",
     compared: Callable[[Tensor], Tensor] = lambda result: result,
-) -> tuple[Row, dict[str, Run]]:  # fmt: skip
+) -> tuple[Row, dict[str, Turn]]:  # fmt: skip
     """Compare programs with float64, and time those that are right.
 
     Args:
@@ -89,7 +88,7 @@ def contest(
     """
     expected = None if exact is None else exact()
     row: Row = {"first_call_s": {}, "errors": {}, "not_run": {}}
-    runs: dict[str, Run] = {}
+    runs: dict[str, Turn] = {}
     for name, program in programs.items():
         start, reason = time.perf_counter(), ""
         try:

@@ -28,7 +28,7 @@ from .progress import wanted
 from .rows import Row
 
 Given = dict[str, Any]
-Program = Callable[[Given], tuple[Tensor, Tensor]]
+EngineCall = Callable[[Given], tuple[Tensor, Tensor]]
 BOUND = 3e-2
 """Relative L2 error of outputs and states; tokens are bfloat16, states float32."""
 CHUNK = 64  # Tokens of a chunk of the engines' delta rules.
@@ -277,9 +277,9 @@ CALLS: dict[tuple[str, str], dict[str, tuple[Callable[..., Any], Any]]] = {
 """By kind of layer and phase: for each program how it is called, and the adapter or the name of an engine's kernel."""
 
 
-def programs(kind: str, phase: str, kernels: dict[str, engine_kernels.Kernels]) -> dict[str, Program]:
+def programs(kind: str, phase: str, kernels: dict[str, engine_kernels.Kernels]) -> dict[str, EngineCall]:
     """Return the programs of a case; ``kernels`` are those of the engines that are there."""
-    found: dict[str, Program] = {}
+    found: dict[str, EngineCall] = {}
     for name, (call, kernel) in CALLS[kind, phase].items():
         if isinstance(kernel, str):
             if name not in kernels:
@@ -296,7 +296,7 @@ def copied(given: Given, wide: bool = False) -> Given:
     return given | {name: one.to(dtype=dtype or one.dtype, copy=True) for name, one in own.items()}
 
 
-def captured(run: Program, given: Given, layers: int) -> Callable[[], object]:
+def captured(run: EngineCall, given: Given, layers: int) -> Callable[[], object]:
     """Return the replay of a graph that makes a call once for each of some layers, with arguments of their own."""
     copies = [copied(given) for _ in range(layers)]
     run(copies[0])
@@ -311,7 +311,7 @@ def captured(run: Program, given: Given, layers: int) -> Callable[[], object]:
     return replay
 
 
-def _measure(runs: dict[str, Program], given: Given, rounds: int) -> Row:
+def _measure(runs: dict[str, EngineCall], given: Given, rounds: int) -> Row:
     """Return errors and times of programs; the first is the adapter, which defines the result in float64."""
     expected, device = next(iter(runs.values()))(copied(given, wide=True)), given["pool"].device
     size = sum(one.nbytes for one in given.values() if isinstance(one, Tensor))

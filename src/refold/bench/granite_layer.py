@@ -19,9 +19,10 @@ import transformers
 
 import refold
 
+from ..verify import Function
 from ..verify.memory import peak_bytes
 from ..verify.profile import longest, profiling, take
-from .contest import BOUND, Program, contest
+from .contest import BOUND, contest
 from .layers import granite
 from .options import check_names
 from .progress import wanted
@@ -56,8 +57,8 @@ def granite_layer(
             if not wanted(**what, tokens=tokens):
                 continue
             torch.manual_seed(0)
-            others: dict[str, Program] = {"published rewrite": batched_product}
-            program: Program = multiply_sum
+            others: dict[str, Function] = {"published rewrite": batched_product}
+            program: Function = multiply_sum
             if one == CASES[0]:
                 program, others = granite(WIDTH)
                 program.to(device, kind).eval()
@@ -68,7 +69,7 @@ def granite_layer(
             yield {**what, "tokens": tokens, **compared(program, others, inputs, rounds)}
 
 
-def reference(program: Program, inputs: list[torch.Tensor]) -> torch.Tensor:
+def reference(program: Function, inputs: list[torch.Tensor]) -> torch.Tensor:
     """Return the result in float64."""
     wide = [x.double() for x in inputs]
     if not isinstance(program, torch.nn.Module):
@@ -77,7 +78,7 @@ def reference(program: Program, inputs: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([layer(x[None]) for x in wide[0]])
 
 
-def compared(program: Program, others: dict[str, Program], inputs: list[torch.Tensor], rounds: int) -> Row:
+def compared(program: Function, others: dict[str, Function], inputs: list[torch.Tensor], rounds: int) -> Row:
     """Compile a program, and time it, eager and others."""
     device, bound = inputs[0].device, BOUND[str(inputs[0].dtype)[6:]]
     torch.compiler.reset()
@@ -87,7 +88,7 @@ def compared(program: Program, others: dict[str, Program], inputs: list[torch.Te
         compiled(*inputs)
     first_call_s = time.perf_counter() - start
     graph = compiled.report.graphs[0]
-    programs: dict[str, Program] = {"eager": program, "refold": compiled, **others}
+    programs: dict[str, Function] = {"eager": program, "refold": compiled, **others}
     programs["torch.compile"] = torch.compile(program)
     calling = {name: partial(one, *inputs) for name, one in programs.items()}
     row, runs = contest(calling, partial(reference, program, inputs), bound, rounds, device)

@@ -15,12 +15,12 @@ from refold import ops
 
 from ..compat import PACKAGES
 from ..errors import DeviceError
+from ..verify import Function
 from . import peers
-from .contest import Program
 from .fusion_example import source
 
 
-def mamba1(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
+def mamba1(width: int) -> tuple[torch.nn.Module, dict[str, Function]]:
     """Return a naive Mamba-1 layer, a loop over time, and the same layer by operators."""
     layer: Any = source("examples/naive_mamba.py").Model(width)
 
@@ -45,7 +45,7 @@ def mamba1(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
     return layer, {"refold.ops": by_operators, "mamba_ssm": by_mamba_ssm}
 
 
-def mamba2(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
+def mamba2(width: int) -> tuple[torch.nn.Module, dict[str, Function]]:
     """Return a naive Mamba-2 layer, multiplied and summed in chunks, and the same layer by operators."""
     layer: Any = source("examples/naive_mamba2.py").Model(width, heads=2 * width // 64)
     sizes = [layer.inner, layer.groups * layer.state, layer.groups * layer.state]
@@ -85,7 +85,7 @@ def granite_of_transformers(width: int) -> torch.nn.Module:
     return GraniteMoeHybridMambaLayer(config, 0)
 
 
-def granite(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
+def granite(width: int) -> tuple[torch.nn.Module, dict[str, Function]]:
     """Return transformers' own GraniteMoeHybridMambaLayer at granite-4.0-h-tiny's proportions, and two faster ones."""
     layer: Any = granite_of_transformers(width)
     other = torch.nn.Module()

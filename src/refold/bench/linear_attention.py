@@ -16,12 +16,12 @@ from torch import Tensor
 
 import refold
 
+from ..verify import Function
 from .contest import BOUND, contest
 from .options import VERIFY, check_names
 from .progress import wanted
 from .rows import Row
 
-Program = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 HEAD = 256
 """Tokens of the first row that are compared with float64."""
 
@@ -78,7 +78,7 @@ def by_ssd(decays: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kind:
+class Attention:
     """A kind of linear attention.
 
     Attributes:
@@ -89,9 +89,9 @@ class Kind:
     """
 
     source: str
-    loop: Program
+    loop: Function
     decay: Callable[..., Tensor]
-    operator: Program | None = None
+    operator: Function | None = None
 
 
 def _constant(b: int, t: int, h: int, n: int) -> Tensor:
@@ -104,15 +104,15 @@ def _drawn(b: int, t: int, h: int, n: int) -> Tensor:
 
 
 KINDS = {
-    "linear-attention": Kind(
+    "linear-attention": Attention(
         "Katharopoulos et al. 2020, arXiv:2006.16236",
         loop_without_decay,
         lambda b, t, h, n: torch.zeros(b, t, h, 1),
         partial(by_ssd, False),
     ),
-    "retnet": Kind("Sun et al. 2023, arXiv:2307.08621", loop, _constant, partial(by_ssd, True)),
-    "simple-gla": Kind("Dao & Gu 2024, arXiv:2405.21060", loop, lambda b, t, h, n: _drawn(b, t, h, 1)),
-    "gla": Kind("Yang et al. 2023, arXiv:2312.06635", loop, _drawn),
+    "retnet": Attention("Sun et al. 2023, arXiv:2307.08621", loop, _constant, partial(by_ssd, True)),
+    "simple-gla": Attention("Dao & Gu 2024, arXiv:2405.21060", loop, lambda b, t, h, n: _drawn(b, t, h, 1)),
+    "gla": Attention("Yang et al. 2023, arXiv:2312.06635", loop, _drawn),
 }
 
 
@@ -136,7 +136,7 @@ def linear_attention(
                 drawn = [torch.randn(shape), torch.randn(shape) / channels**0.5, torch.randn(shape), kind.decay(*shape)]
                 inputs = [a.to(device, getattr(torch, dtype)).requires_grad_(grad) for a in drawn]
                 compiled = refold.compile(kind.loop, verify=verify, accept="always" if verify == "off" else "faster")
-                programs: dict[str, Program] = {"refold": compiled, "fla": partial(by_fla, name)}
+                programs: dict[str, Function] = {"refold": compiled, "fla": partial(by_fla, name)}
                 programs |= {"refold.ops": kind.operator} if kind.operator else {}
                 programs |= {"eager": kind.loop} if eager else {}
                 programs |= {"torch.compile": torch.compile(kind.loop)} if inductor else {}
@@ -145,12 +145,12 @@ def linear_attention(
                 yield row | {"found": [one.detail for graph in compiled.report.graphs for one in graph.applied]}
 
 
-def measure(reference: Program, programs: dict[str, Program], inputs: list[Tensor], bound: float, rounds: int) -> Row:
+def measure(reference: Function, programs: dict[str, Function], inputs: list[Tensor], bound: float, rounds: int) -> Row:
     """Check programs against the loop in float64, and time those that are right."""
     short: Any = [a.detach()[:1, :HEAD].double() for a in inputs]
     grad, dy = inputs[0].requires_grad, torch.randn_like(inputs[2])
 
-    def run(program: Program) -> Tensor:
+    def run(program: Function) -> Tensor:
         with torch.set_grad_enabled(grad):
             y = program(*inputs)
         if grad:

@@ -21,7 +21,7 @@ from .rows import Row
 
 
 @dataclass
-class Run:
+class BenchRun:
     """One run of suites.
 
     Attributes:
@@ -56,7 +56,7 @@ class Run:
         return True
 
 
-_ACTIVE: ContextVar[Run | None] = ContextVar("run", default=None)
+_ACTIVE: ContextVar[BenchRun | None] = ContextVar("run", default=None)
 
 
 def wanted(**what: Any) -> bool:
@@ -70,7 +70,7 @@ def wanted(**what: Any) -> bool:
 
 
 @contextmanager
-def active(run: Run) -> Iterator[Run]:
+def active(run: BenchRun) -> Iterator[BenchRun]:
     """Let `wanted` ask this run inside of the ``with`` block."""
     token = _ACTIVE.set(run)
     try:
@@ -81,7 +81,7 @@ def active(run: Run) -> Iterator[Run]:
 
 def count(suites: Iterable[tuple[str, Callable[[], Iterator[Row]]]], done: Sequence[Row]) -> int:
     """Return how many measurements are still to be made."""
-    with active(Run(done)) as run:
+    with active(BenchRun(done)) as run:
         for run.suite, rows in suites:
             for _ in rows():
                 pass

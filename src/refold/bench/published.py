@@ -20,7 +20,7 @@ from typing import Any
 
 from ..ops.timed import operator_suites
 from .options import check_names
-from .progress import Run, active, wanted
+from .progress import BenchRun, active, wanted
 from .rows import LIMITS, Row, by_program
 
 _EXAMPLE, _KERNEL, _JAX = "mamba-llm-fused-kernel", "mamba", "mamba2-jax"
@@ -29,7 +29,7 @@ PEERS = {_EXAMPLE: "checkout", _KERNEL: "fused", _JAX: "checkout"}
 
 
 @dataclass(frozen=True)
-class Result:
+class Publication:
     """What was published.
 
     Attributes:
@@ -44,23 +44,23 @@ class Result:
 
 
 RESULTS = {
-    "fused scan": Result(
+    "fused scan": Publication(
         "an eager Mamba model whose loop over time is one CUDA kernel: faster than torch.compile at most batches",
         "RTX 5090",
     ),
-    "fused SSD": Result(
+    "fused SSD": Publication(
         "one Triton kernel in place of five: 1.50x to 2.51x; over 99.7 % of elements within 0.1 %",
         "A100 and H100",
     ),
-    "Granite layer": Result(
+    "Granite layer": Publication(
         "a multiply and a sum rewritten to a batched product: 22.6 to 0.65 ms alone, the layer 6.25x of Inductor",
         "H200", {"yasp.compile": "not run: it is not public; the rewrite that it found is written out"},
     ),
-    "portable SSD": Result(
+    "portable SSD": Publication(
         "prefill and decoding with a cache of constant size in plain JAX: 15 % of peak, up to 64 % of the bandwidth",
         "TPU v6e",
     ),
-    "correctness and traces": Result(
+    "correctness and traces": Publication(
         "traces of few launches in place of thousands; logits within 1e-2; 64 greedy tokens equal to the reference",
         "RTX 5090, H100, TPU v6e",
     ),
@@ -140,7 +140,7 @@ def published(
         if not {part.result, COUNTED} & {*results} or not wanted(part=name):
             continue
         free_memory()
-        with active(Run(told=lambda _: None)):
+        with active(BenchRun(told=lambda _: None)):
             for row in find(part.suite).load()(**options):
                 for found in (judged(part, row), counted(row)):
                     if found and found["result"] in results:

@@ -12,20 +12,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 import refold
 
 from ..errors import ArgumentError
+from ..verify import Function
 from ..verify.memory import peak_bytes
 from ..verify.profile import profiling, take
-from .contest import BOUND, Program, contest
+from .contest import BOUND, contest
 from .layers import LAYERS
 from .options import VERIFY, check_names
 from .progress import wanted
 from .rows import Row
 
 
-def gradients(run: Program, u: torch.Tensor, weights: list[torch.nn.Parameter], dy: torch.Tensor) -> list[torch.Tensor]:
+def gradients(run: Function, u: torch.Tensor, weights: list[torch.nn.Parameter], dy: Tensor) -> list[torch.Tensor]:
     """Compute a program's result, and its gradients: of the input, and of the weights."""
     y = run(u)
     return [y.detach(), *torch.autograd.grad(y, [u, *weights], dy)]
@@ -76,7 +78,7 @@ def training(
         layer, others = make(width or own)
         layer.to(at, getattr(torch, dtype))
         compiled = refold.compile(layer, strict=True, verify=verify, accept="always" if verify == "off" else "faster")
-        programs: dict[str, Program] = {"refold": compiled, **others}
+        programs: dict[str, Function] = {"refold": compiled, **others}
         programs |= {"eager": layer} if eager else {}
         programs |= {"torch.compile": torch.compile(layer)} if inductor else {}
         u = torch.randn(batch, tokens, width or own, device=at).to(getattr(torch, dtype)).requires_grad_()
@@ -85,7 +87,7 @@ def training(
 
 
 def measure(
-    layer: torch.nn.Module, programs: dict[str, Program], u: torch.Tensor, bound: float | None, rounds: int,
+    layer: torch.nn.Module, programs: dict[str, Function], u: torch.Tensor, bound: float | None, rounds: int,
     kernels: bool, calls: int = 1,
 ) -> Row:  # fmt: skip
     """Check the programs of a layer, and time eager and those that are right."""

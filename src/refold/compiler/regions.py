@@ -17,7 +17,7 @@ from .inductor import Compiled, show_graph
 from .ir.builder import between
 from .ir.cost import Cost, graph_cost, nbytes
 from .ir.source import plain_name, source_line
-from .notation.program import Program, Read
+from .notation.program import Equations, Read
 from .notation.read import read
 from .session import describe_captured
 
@@ -36,7 +36,7 @@ class Region:
 
     name: str
     line: str
-    program: Program
+    program: Equations
     cost: Cost
     least_bytes: int
 
@@ -96,7 +96,7 @@ def _of_graph(graph: Graph, names: Sequence[str]) -> list[Region]:
     return found
 
 
-def renamed(program: Program, names: dict[str, str]) -> Program:
+def renamed(program: Equations, names: dict[str, str]) -> Equations:
     """Give values other names, where these are free."""
     taken = {*program.inputs, *program.defined()}
     chosen: dict[str, str] = {}

@@ -50,7 +50,7 @@ from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .refusals import refused
 from .validate.program import Outcome, Rewritten, Rival, choose_program, compared, left_eager
-from .validate.region import Verdict, undisturbed_rng, validate_region
+from .validate.region import Judgement, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
 
@@ -118,7 +118,7 @@ class GraphCompile:
         # What Inductor compiles the rewritten graph with.
         self.inductor = {**options.inductor, **options.choose.inductor}
         self.refused: set[str] = set() if decided is None else set(decided.refused)
-        self.verdicts: dict[str, Verdict] = {}
+        self.verdicts: dict[str, Judgement] = {}
         self.rows: dict[str, RewriteReport] = {}
         # How many sizes of cumulative sums are handed to ATen, and how many there are.
         self.external_scans, self.scan_sizes = 0 if decided is None else decided.external_scans, 0
@@ -250,7 +250,7 @@ class GraphCompile:
             return key in self.decided.rows
         return key not in self.refused and key not in self.options.choose.skip
 
-    def _note(self, key: str, rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
+    def _note(self, key: str, rewrite: Rewrite, verdict: Judgement | None) -> RewriteReport:
         """Write down a rewrite and what is known of it.
 
         Raises:
@@ -388,7 +388,7 @@ class GraphCompile:
     def _is_wanted_of(self, key: str, site: str) -> bool:
         return self._wanted(key + site)
 
-    def _verdict(self, rewrite: Rewrite, path: tuple[str, ...] = ()) -> Verdict:
+    def _verdict(self, rewrite: Rewrite, path: tuple[str, ...] = ()) -> Judgement:
         """Judge a rewrite of Dynamo's graph, or of a part of it, on the values that it gets from the user's inputs."""
         if rewrite.signature not in self.verdicts:
             with undisturbed_rng():
@@ -496,10 +496,10 @@ class GraphCompile:
         for rewrite in rewrites:
             self._note(f"{index}:{rewrite.site}", rewrite, self.verdicts[rewrite.signature])
 
-    def _judged(self, rewrite: Rewrite, actual: Sequence[Any] | None) -> Verdict:
+    def _judged(self, rewrite: Rewrite, actual: Sequence[Any] | None) -> Judgement:
         """Judge a rewrite, unless it was judged before in this place."""
         if (rewrite.name, rewrite.source) in self.lost:
-            return Verdict("not faster at sizes between the same powers of two")
+            return Judgement("not faster at sizes between the same powers of two")
         before = None if self.earlier is None else self.earlier.verdicts.get(rewrite.signature)
         if before is not None and not before.postponed:
             return before
@@ -510,7 +510,7 @@ class GraphCompile:
         evidence = None if before is None else before.evidence
         if (found := self.store.get("region", key)) is not None:
             try:
-                stored = Verdict.from_dict(found[0])
+                stored = Judgement.from_dict(found[0])
             except (KeyError, TypeError) as error:
                 self.notes.append(
                     f"the stored decision on a region ({found[1]}) cannot be read, so it is checked again: {error}"
@@ -550,7 +550,7 @@ def _tools_before_autograd(gm: GraphModule, training: bool) -> Any:
     return rewriting_before_autograd() if pays else None
 
 
-def _row(rewrite: Rewrite, key: str = "", verdict: Verdict | None = None) -> RewriteReport:
+def _row(rewrite: Rewrite, key: str = "", verdict: Judgement | None = None) -> RewriteReport:
     row = RewriteReport(
         key=key,
         signature=rewrite.signature,

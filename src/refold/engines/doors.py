@@ -12,7 +12,7 @@ from typing import Any
 
 from refold.errors import ArgumentError, BackendUnsupported
 
-Kernel = Callable[..., Any]
+EngineKernel = Callable[..., Any]
 
 
 def switched(variable: str, value: str | None, parts: Iterable[str]) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def log(engine: str) -> logging.Logger:
     return logging.getLogger(f"{engine}.refold")
 
 
-def differs(theirs: Kernel, ours: Kernel) -> str | None:
+def differs(theirs: EngineKernel, ours: EngineKernel) -> str | None:
     """Return how an engine's function differs from what an adapter knows; None if calls mean the same.
 
     A function of an older engine may lack the adapter's last parameters. It may have a default where the adapter has
@@ -65,12 +65,12 @@ def differs(theirs: Kernel, ours: Kernel) -> str | None:
     return f"no {', '.join(needed)}" if needed else None
 
 
-def _parameters(kernel: Kernel) -> dict[str, inspect.Parameter]:
+def _parameters(kernel: EngineKernel) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(kernel).parameters.values()
     return {p.name: p for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD}
 
 
-def either(engine: str, part: str, ours: Kernel, theirs: Kernel, /, *args: Any, **kw: Any) -> Any:
+def either(engine: str, part: str, ours: EngineKernel, theirs: EngineKernel, /, *args: Any, **kw: Any) -> Any:
     """Call the adapter; what it does not compute stays with the engine's kernel, and a log line says so once."""
     try:
         return ours(*args, **kw)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from refold.errors import ArgumentError, CapacityError
-from refold.generate.choice import Kind, choose, kind_of, settings_of
+from refold.generate.choice import ChoiceForm, choose, kind_of, settings_of
 from refold.generate.conversation import Conversation
 from refold.generate.generator import BaseGenerator, bucket, check_count, check_positions, check_prompts, check_request
 from refold.generate.sampling import Sampling, uniforms
@@ -20,7 +20,7 @@ from refold.ops.torch.graphs import recorders
 
 
 @dataclass(eq=False)
-class Row:
+class BatchRow:
     """One row of a batch.
 
     Attributes:
@@ -64,7 +64,7 @@ class Batch:
         check_count("rows", rows)
         generator._check_memory(rows, 1, None, reading=False)
         self.generator, self.fixed = generator, fixed
-        self._rows: list[Row | None] = [None] * rows
+        self._rows: list[BatchRow | None] = [None] * rows
         self._held = generator.start(rows)
         self._lengths = np.zeros(rows, np.int64)  # those of the state: to ask the device takes a round trip
         self._steps: dict[int, _Step] = {}
@@ -76,7 +76,7 @@ class Batch:
     def add(
         self, prompt: Sequence[int] | np.ndarray | Conversation, max_new_tokens: int, *,
         sampling: Sampling | None = None, stop_tokens: Sequence[int] | None = None, keep: bool = False,
-    ) -> Row:  # fmt: skip
+    ) -> BatchRow:  # fmt: skip
         """Read a prompt, and let its row decode with the others from the next step on.
 
         Args:
@@ -105,13 +105,13 @@ class Batch:
         check_positions(g.config, length + max_new_tokens)
         self._make_room(length + max_new_tokens)
         read = prompt if isinstance(prompt, Conversation) else g.read([prompt])
-        row = Row(max_new_tokens, sampling or Sampling(), frozenset(stop), keep)
+        row = BatchRow(max_new_tokens, sampling or Sampling(), frozenset(stop), keep)
         place = self._rows.index(None)
         self._rows[place] = row
         self._put(place, read)
         return row
 
-    def remove(self, row: Row) -> Conversation:
+    def remove(self, row: BatchRow) -> Conversation:
         """Let a row go before its end, and return its conversation.
 
         Raises:
@@ -124,7 +124,7 @@ class Batch:
         return conversation
 
     @torch.no_grad()
-    def step(self) -> dict[Row, int]:
+    def step(self) -> dict[BatchRow, int]:
         """Choose and read one token of every row; rows that end leave the batch.
 
         Returns:
@@ -143,7 +143,7 @@ class Batch:
         step.active.zero_().index_fill_(0, places, True)
         step.run()
         self._lengths[taken] += 1
-        made, ended = dict[Row, int](), []
+        made, ended = dict[BatchRow, int](), []
         for place, token in chosen.items():
             row = self._rows[place]
             assert row is not None
@@ -158,7 +158,7 @@ class Batch:
 
     def _choose(self, places: list[int]) -> dict[int, int]:
         """Choose a token of each row. Rows whose choice is the same program are one call of it, as a row alone is."""
-        g, held, alike = self.generator, self._held, defaultdict[Kind, list[int]](list)
+        g, held, alike = self.generator, self._held, defaultdict[ChoiceForm, list[int]](list)
         device = held.logits.device
         for place in places:
             row = self._rows[place]
@@ -189,7 +189,7 @@ class Batch:
     def _taken(self) -> list[int]:
         return [place for place, row in enumerate(self._rows) if row is not None]
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: BatchRow) -> None:
         """Free the place of a row; the last one moves there if fewer rows can be computed then."""
         place = self._rows.index(row)
         row.done, self._rows[place] = True, None

@@ -12,7 +12,7 @@ from refold.generate.sampling import Sampling
 
 
 @dataclass(frozen=True)
-class Kind:
+class ChoiceForm:
     """What of a choice changes its program, and not only its numbers."""
 
     greedy: bool
@@ -22,12 +22,12 @@ class Kind:
     penalty: bool
 
 
-def kind_of(s: Sampling, vocab_size: int) -> Kind:
+def kind_of(s: Sampling, vocab_size: int) -> ChoiceForm:
     """Return the program that makes a choice with these settings."""
     greedy = s.temperature == 0
     if greedy:
-        return Kind(True, 0, False, False, s.repetition_penalty != 1)
-    return Kind(False, min(s.top_k, vocab_size), s.top_p < 1, s.min_p > 0, s.repetition_penalty != 1)
+        return ChoiceForm(True, 0, False, False, s.repetition_penalty != 1)
+    return ChoiceForm(False, min(s.top_k, vocab_size), s.top_p < 1, s.min_p > 0, s.repetition_penalty != 1)
 
 
 def settings_of(s: Sampling, device: torch.device) -> Tensor:
@@ -36,7 +36,7 @@ def settings_of(s: Sampling, device: torch.device) -> Tensor:
     return torch.tensor([[s.temperature or 1.0, s.top_p, least, s.repetition_penalty]], device=device)
 
 
-def choose(logits: Tensor, seen: Tensor, drawn: Tensor, settings: Tensor, kind: Kind) -> Tensor:
+def choose(logits: Tensor, seen: Tensor, drawn: Tensor, settings: Tensor, kind: ChoiceForm) -> Tensor:
     """Choose a token of each row of ``logits (b, vocab)`` by the numbers ``drawn (b,)`` in [0, 1).
 
     ``settings`` are those of each row, ``(b, 4)``, or of all, ``(1, 4)``.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from refold.errors import ArgumentError
-from refold.generate.batch import Batch, Row
-from refold.generate.choice import Kind, choose, kind_of, settings_of
+from refold.generate.batch import Batch, BatchRow
+from refold.generate.choice import ChoiceForm, choose, kind_of, settings_of
 from refold.generate.conversation import Conversation
 from refold.generate.generator import NO_TOKEN, BaseGenerator, check_count, check_state_dtype
 from refold.generate.sampling import Sampling, uniforms
@@ -29,7 +29,7 @@ from refold.ops.torch.devices import usable
 from refold.ops.torch.graphs import recorders
 from refold.verify.memory import available_bytes
 
-__all__ = ["NO_TOKEN", "Batch", "Conversation", "Generator", "Row"]
+__all__ = ["NO_TOKEN", "Batch", "BatchRow", "Conversation", "Generator"]
 
 _ROOM = 256
 """Steps between two looks at what a graph has made, at most."""
@@ -191,7 +191,7 @@ def _mark(seen: Tensor, tokens: np.ndarray, which: np.ndarray) -> None:
 class _Graph:
     """The choice and the reading of one token per row, recorded once and replayed."""
 
-    def __init__(self, generator: Generator, conversation: Conversation, kind: Kind) -> None:
+    def __init__(self, generator: Generator, conversation: Conversation, kind: ChoiceForm) -> None:
         fused = kernels(conversation.logits)
         assert fused is not None
         self.fused, self.generator, self.kind = fused, weakref.proxy(generator), kind

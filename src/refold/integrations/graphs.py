@@ -127,7 +127,7 @@ def _fixed(kind: Any) -> Any:
     return type(f"Fixed{kind.__name__}", (_Fixed, kind), {})
 
 
-class Slot(NamedTuple):
+class HeldTensor(NamedTuple):
     """One tensor of a cache: its layer in the user's cache, its name there, and its fixed memory."""
 
     layer: int
@@ -161,7 +161,7 @@ class Step:
         self.name, self.capacity, self.length, self.busy = name, capacity, 0, 0
         self.options = {key: value for key, value in given.items() if key not in (*INPUTS, *CACHES)}
         self.holder: Callable[[], Any] = lambda: None
-        self.lent: list[tuple[Any, Slot, Tensor]] = []
+        self.lent: list[tuple[Any, HeldTensor, Tensor]] = []
         self.replay: Callable[[], None] | None = None
         self.result: Any = None
         with torch.inference_mode(False):  # tensors of that mode cannot be written outside of it
@@ -176,7 +176,7 @@ class Step:
         self.layers: list[Any] = []
         """Those of the cache that holds the fixed memory."""
         self.slots = [
-            Slot(i, key, state, memory)
+            HeldTensor(i, key, state, memory)
             for i, layer in enumerate(self.cache.layers)
             for key, state, memory in _tensors(layer)
         ]

@@ -298,7 +298,7 @@ class Case:
         if sides.narrow is None or sides.random:
             return [numerics.NOTHING] * count
 
-        def run(process: Process, dtype: torch.dtype) -> numerics.Program:
+        def run(process: Process, dtype: torch.dtype) -> numerics.Function:
             return lambda *xs: (
                 process.call(sides.wide(replace(call, tensors=list(xs)), dtype), self.docket.terms.timeout).tensors
             )

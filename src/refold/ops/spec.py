@@ -181,7 +181,7 @@ class Meta:
 
 
 @dataclass(frozen=True)
-class Case:
+class Example:
     """One generated test problem."""
 
     name: str
@@ -209,7 +209,7 @@ class OpSpec:
     args: tuple[Arg, ...]
     options: tuple[Option, ...]
     outputs: tuple[Output, ...]
-    cases: Callable[[], list[Case]]
+    cases: Callable[[], list[Example]]
     flops: Callable[[Mapping[str, Any]], int]
     """Floating-point operations of the sequential definition, from the sizes."""
     constraints: Callable[[Meta], Iterator[str]] = lambda meta: iter(())
@@ -235,7 +235,7 @@ class OpSpec:
     """The arguments that must have 16 bits where the compiler lets it run in 16 bits, and those that may; or None."""
     complete: str = ""
     """The case with all optional arguments that registration is tested with."""
-    layer: Case | None = None
+    layer: Example | None = None
     """A case of a layer's size, whose errors docs/numerics.md shows."""
     wide_sizes: Mapping[str, Any] = field(default_factory=dict)
     """Sizes that kernels with hand-made layouts take: on a GPU, each case runs with these, too."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..compiler.notation.algebra import Expander, orders, work_of, written
-from ..compiler.notation.program import Program, parse
+from ..compiler.notation.program import Equations, parse
 from ..errors import ProgramError
 from .protocol import Proposal, Request
 
@@ -59,14 +59,14 @@ def _programs(request: Request) -> Iterator[Proposal]:
             yield Proposal(text, "its products in another order", "program")
 
 
-def alternatives(program: Program, most: int) -> list[Program]:
+def alternatives(program: Equations, most: int) -> list[Equations]:
     """Return programs for the same, with the sums of the last contraction in other orders, the least work first."""
     steps = program.defined()
     users: dict[str, set[str]] = {}
     for step in program.steps:
         for read in step.reads:
             users.setdefault(read.name, set()).add(step.name)
-    found: dict[str, tuple[int, Program]] = {}
+    found: dict[str, tuple[int, Equations]] = {}
     for root in reversed(program.steps):
         inner = _only_for(root.name, users)
         expander = Expander(program, frozenset(inner))
@@ -89,7 +89,7 @@ def alternatives(program: Program, most: int) -> list[Program]:
     return [whole for text, (_, whole) in ranked[:most] if text != str(program)]
 
 
-def joined(program: Program, name: str, part: Program) -> Program:
+def joined(program: Equations, name: str, part: Equations) -> Equations:
     """Put a program in the place of one step; what only that step needed falls out."""
     taken = {*program.inputs, *program.defined()}
     names = {step.name: f"{name}_{step.name}" for step in part.steps}

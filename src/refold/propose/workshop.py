@@ -31,12 +31,11 @@ from ..errors import ArgumentError, CompileError, ProgramError, RefoldError, Tar
 from ..judge import Program, Terms
 from ..ops.spec import operators
 from ..report import Report
-from ..verify import Race, check, race
+from ..verify import Function, Timing, check, race
 from ..verify.ceilings import ceilings
 from ..verify.timing import median_ms
 from .protocol import Attempt, Proposal
 
-Run = Callable[..., Any]
 _COMPILES = 1 << 14
 
 
@@ -74,14 +73,14 @@ class Workshop:
             return regions(self.module, self.inputs)
 
     @cached_property
-    def default(self) -> tuple[Run, Report]:
+    def default(self) -> tuple[Function, Report]:
         """What refold makes of it by itself."""
         return self._compiled()
 
     @cached_property
-    def rivals(self) -> dict[str, tuple[Run, float]]:
+    def rivals(self) -> dict[str, tuple[Function, float]]:
         """What there is without any proposal, with a first time of each."""
-        found: dict[str, Run] = {"eager": self._call(self.module)}
+        found: dict[str, Function] = {"eager": self._call(self.module)}
         with contextlib.suppress(Exception):  # Inductor's failures have no common type
             if self._looked[1] > RIVAL_S:
                 raise CompileError(f"Inductor would take about {self._looked[1]:.0f} s for it")
@@ -157,8 +156,8 @@ class Workshop:
                      "seconds": round(time.perf_counter() - start, 3)}  # fmt: skip
         return attempt, evidence
 
-    def _judged(self, proposal: Proposal, number: int, run: Run, report: Report) -> Attempt:
-        def refused(check: str, reason: str, timed: Race | None = None, against: str = "") -> Attempt:
+    def _judged(self, proposal: Proposal, number: int, run: Function, report: Report) -> Attempt:
+        def refused(check: str, reason: str, timed: Timing | None = None, against: str = "") -> Attempt:
             numbers = (timed.speedup, timed.at_least) if timed else (0.0, 0.0)
             return Attempt(proposal.text, "refused", check, reason, *numbers, kind=proposal.kind, against=against)
 
@@ -225,7 +224,7 @@ class Workshop:
         """Say so if a program is the region as it is."""
         return "it is the region as it is" if str(rule.program) == str(rule.region) else ""
 
-    def _compiled(self, **options: Any) -> tuple[Run, Report]:
+    def _compiled(self, **options: Any) -> tuple[Function, Report]:
         accept = "always" if self.terms.accept == "right" else "faster"
         compiled = refold_compile(
             self.module, accept=accept, cache=False, strict=bool(options), dynamic=False, **options
@@ -239,12 +238,12 @@ class Workshop:
             raise CompileError(first_line(error)) from error
         return compiled, compiled.report
 
-    def _wrong(self, run: Run, report: Report) -> str:
+    def _wrong(self, run: Function, report: Report) -> str:
         """Compare a program as a whole with the original against float64; say what is wrong."""
         wide = copy.deepcopy(self.module).double()
         terms = max([1, *(region.program.terms() for region in self.regions)])
 
-        def flat(module: Run) -> Callable[..., Any]:
+        def flat(module: Function) -> Callable[..., Any]:
             def call(*tensors: Any) -> list[torch.Tensor]:
                 with torch.no_grad():
                     return _tensors(module(*tensors))
@@ -261,7 +260,7 @@ class Workshop:
             )
         return found.reason
 
-    def _call(self, run: Run) -> Run:
+    def _call(self, run: Function) -> Function:
         """Return one call on the layer's inputs, with its gradients if they count."""
 
         def call() -> object:

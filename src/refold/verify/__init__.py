@@ -9,14 +9,14 @@ and what it does not show.
 from .numerics import MOVES as MOVES
 from .numerics import Errors as Errors
 from .numerics import Evidence as Evidence
+from .numerics import Function as Function
 from .numerics import KindResult as KindResult
-from .numerics import Program as Program
 from .numerics import agree as agree
 from .numerics import check as check
 from .numerics import moved as moved
 from .numerics import narrow_errors as narrow_errors
 from .numerics import own_errors as own_errors
 from .numerics import roundoff as roundoff
-from .timing import Race as Race
+from .timing import Timing as Timing
 from .timing import median_ms as median_ms
 from .timing import race as race

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-Program = Callable[..., Any]
+Function = Callable[..., Any]
 Values = Sequence[Any]
 
 _ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -138,8 +138,8 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def check(
-    original: Program, candidate: Program, reference: Program, actual: Values | None, like: Values, *, terms: int,
-    multilinear: bool, spread: float = 1.0, seed: int = 0, narrowed: Program | None = None,
+    original: Function, candidate: Function, reference: Function, actual: Values | None, like: Values, *, terms: int,
+    multilinear: bool, spread: float = 1.0, seed: int = 0, narrowed: Function | None = None,
     differentiated: Sequence[bool] = (), coupled: int = 1, rounds_more: bool = False,
 ) -> Evidence:  # fmt: skip
     """Compare a candidate with the original at level "quick".
@@ -399,7 +399,7 @@ def moved(x: Any, generator: torch.Generator, least: float = 0.0) -> Any:
     return _like(x, x.detach().double() * (1 + by)).requires_grad_(x.requires_grad)
 
 
-def estimated(narrowed: Program, reference: Program, inputs: Values, multilinear: bool) -> list[Errors]:
+def estimated(narrowed: Function, reference: Function, inputs: Values, multilinear: bool) -> list[Errors]:
     """Estimate the errors of each result of a float64 program from a float32 run; zeros where that says nothing."""
     rounded = [x.float().double() if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x for x in inputs]
     rs, os = _several(reference(*rounded)), _several(narrowed(*rounded))

@@ -37,7 +37,7 @@ SHORT_MS = 100.0
 
 
 @dataclass(frozen=True)
-class Race:
+class Timing:
     """The outcome of timing two callables against each other.
 
     Attributes:
@@ -112,7 +112,7 @@ def synchronize(device: torch.device) -> None:
 def race(
     base: Callable[[], object], candidate: Callable[[], object], device: torch.device, *, budget_s: float = 10.0,
     seed: int = 0, tried: int = 1, looks: Sequence[int] = LOOKS, patient: bool = True,
-) -> Race:  # fmt: skip
+) -> Timing:  # fmt: skip
     """Time a candidate against a baseline, interleaved in random order.
 
     Args:
@@ -153,7 +153,7 @@ def race(
             break
         if not patient and contention(usage() - start, [base_times, candidate_times]):
             break
-    return Race(
+    return Timing(
         statistics.median(base_times),
         statistics.median(candidate_times),
         math.exp(statistics.median(logs)),
@@ -172,7 +172,7 @@ def _few_among_many(
     device: torch.device,
     order: random.Random,
     start: Usage,
-) -> Race:
+) -> Timing:
     """Time a few runs of the baseline at random places among many of the candidate."""
     turns = [True] * FEW + [False] * MANY
     order.shuffle(turns)
@@ -181,7 +181,7 @@ def _few_among_many(
     middle = statistics.median(slow), statistics.median(fast)
     at_least = slow[0] / fast[-1]
     at_most, busy = slow[-1] / fast[0], contention(usage() - start, [fast])
-    return Race(*middle, middle[0] / middle[1], at_least, at_most, FEW, at_least > 1 + DELTA, busy, slow[0] / fast[0])
+    return Timing(*middle, middle[0] / middle[1], at_least, at_most, FEW, at_least > 1 + DELTA, busy, slow[0] / fast[0])
 
 
 def median_bounds(ordered: list[float], alpha: float) -> tuple[float, float]:

@@ -86,7 +86,7 @@ def installed(tmp_path, monkeypatch):
 def quick(monkeypatch):
     """Run float32 alone; bfloat16 differs in nothing but rounding."""
     kept = [c for c in audit.CASES if c.gib or torch.float32 in c.dtypes]
-    monkeypatch.setattr(audit, "CASES", [audit.Case(**{**vars(c), "dtypes": c.dtypes[:1]}) for c in kept])
+    monkeypatch.setattr(audit, "CASES", [audit.CallForm(**{**vars(c), "dtypes": c.dtypes[:1]}) for c in kept])
 
 
 def by_case(findings, verdict):
@@ -155,7 +155,7 @@ def test_linear_attention(installed):
 def test_the_functions_that_take_the_place_of_those_of_fla(monkeypatch):
     """All are right here; a planted mistake is seen."""
     own = [c for c in audit.CASES if c.package == "refold" and (c.name == "pack" or c.function == "chunk_kda")]
-    own = [audit.Case(**{**vars(c), "dtypes": c.dtypes[:1]}) for c in own]
+    own = [audit.CallForm(**{**vars(c), "dtypes": c.dtypes[:1]}) for c in own]
     monkeypatch.setattr(audit, "CASES", own)
     findings = list(audit.audit("cpu"))
     assert {f.verdict for f in findings} == {"right"}, [str(f) for f in findings if f.verdict != "right"]

@@ -14,7 +14,7 @@ from refold.compiler import pipeline
 from refold.compiler.refusals import REASONS
 from refold.compiler.validate import program, region
 from refold.errors import ArgumentError, RefoldWarning
-from refold.verify.timing import Race
+from refold.verify.timing import Timing
 
 ALWAYS = {"accept": "always", "strict": True}
 
@@ -58,10 +58,10 @@ def test_only_what_is_faster_is_kept(faster, monkeypatch):
     """Which of the two is faster is planted."""
 
     def race(base, run, device, **_):
-        return Race(1.0, 0.5, 2.0, 2.0, 2.0, 9, True) if faster else Race(0.5, 1.0, 0.5, 0.5, 0.5, 9, False)
+        return Timing(1.0, 0.5, 2.0, 2.0, 2.0, 9, True) if faster else Timing(0.5, 1.0, 0.5, 0.5, 0.5, 9, False)
 
     monkeypatch.setattr(program, "race", race)
-    monkeypatch.setattr(region, "race", lambda *args, **_: Race(1.0, 0.5, 2.0, 2.0, 2.0, 9, True))
+    monkeypatch.setattr(region, "race", lambda *args, **_: Timing(1.0, 0.5, 2.0, 2.0, 2.0, 9, True))
     compiled = refold.compile(scores, strict=True, cache=False)
     x, y = pair(2)
     close(compiled(x, y), scores(x, y))

@@ -20,7 +20,7 @@ from refold.compiler.options import Options
 from refold.compiler.recurrence import reroll
 from refold.compiler.refusals import REASONS
 from refold.compiler.validate import region
-from refold.verify.timing import Race
+from refold.verify.timing import Timing
 from support.scans import Described
 
 T, D = 20, 6
@@ -565,7 +565,7 @@ def unknown(rewrite):
 
 
 def slow(rewrite, monkeypatch):
-    race = Race(1.0, 2.0, 0.5, 0.5, 0.5, 9, False)
+    race = Timing(1.0, 2.0, 0.5, 0.5, 0.5, 9, False)
     monkeypatch.setattr(region, "_time", lambda *args: (race, "eager"))
     monkeypatch.setattr(region, "clearly_less", lambda *args: False)
 

@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 from refold import ops
-from refold.ops.spec import CU_SEQLENS, Case, load
+from refold.ops.spec import CU_SEQLENS, Example, load
 from refold.ops.testing import problem
 from refold.ops.testing.contract import relative_error
 from support.products import one_in
@@ -39,7 +39,7 @@ def given(name, rows, tokens, lengths=()):
     sizes, options = SIZES[name]
     sizes = sizes | ({"*": (rows, tokens)} if "norm" in name else {"b": rows, "t": tokens})
     names = EVERY & {arg.name for arg in spec.args}
-    return problem(spec, Case("export", sizes, names, options, lengths))
+    return problem(spec, Example("export", sizes, names, options, lengths))
 
 
 def arrays_of(one):

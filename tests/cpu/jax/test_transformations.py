@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from refold import ops
 from refold.ops.delta_rule import _jax as delta_jax
 from refold.ops.selective_scan import _jax as selective_jax
-from refold.ops.spec import CU_SEQLENS, Case, load
+from refold.ops.spec import CU_SEQLENS, Example, load
 from refold.ops.ssd import _jax as ssd_jax
 from refold.ops.testing import problem
 from refold.ops.testing.contract import relative_error
@@ -31,28 +31,30 @@ BATCH, PACK, STEP = {"b": 8}, {"b": 1}, {"b": 8, "t": 3}
 LENGTHS = (0, 4, 0, 1, 6)
 
 CASES = {
-    "ssd": Case("batch", SSD | BATCH, EVERY, DUAL | {"chunk_size": 2}),
-    "ssd-one_group": Case("batch", SSD | BATCH | {"g": 1}, EVERY, DUAL | {"chunk_size": 2}),
-    "ssd-chunks": Case("chunks", {"b": 1, "t": 35, "h": 4, "p": 5, "g": 2, "n": 6}, EVERY, DUAL | {"chunk_size": 16}),
-    "ssd-packed": Case("packed", SSD | PACK, EVERY, DUAL | {"chunk_size": 2}, LENGTHS),
-    "ssd_step": Case("token", {k: n for k, n in (SSD | BATCH).items() if k != "t"}, EVERY, DUAL),
-    "ssd_step-tokens": Case("tokens", SSD | STEP, EVERY, DUAL),
-    "selective_scan": Case("batch", MAMBA | BATCH, EVERY, SOFTPLUS, layout=GROUPED),
-    "selective_scan-one_group": Case("batch", MAMBA | BATCH, EVERY, SOFTPLUS),
-    "selective_scan-packed": Case("packed", MAMBA | PACK, EVERY, SOFTPLUS, LENGTHS, GROUPED),
-    "selective_scan_step": Case("token", {k: n for k, n in (MAMBA | BATCH).items() if k != "t"}, EVERY, SOFTPLUS),
-    "selective_scan_step-tokens": Case("tokens", MAMBA | STEP, EVERY, SOFTPLUS),
-    "delta_rule": Case("batch", SSD | BATCH, EVERY, FUSED | {"chunk_size": 2}),
-    "delta_rule-one_group": Case("batch", SSD | BATCH | {"g": 1}, EVERY, FUSED | {"chunk_size": 2}, layout=PER_KEY),
-    "delta_rule-packed": Case("packed", SSD | PACK, EVERY, FUSED | {"chunk_size": 2}, LENGTHS),
-    "delta_rule_step": Case("token", {k: n for k, n in (SSD | BATCH).items() if k != "t"}, EVERY, FUSED),
-    "delta_rule_step-tokens": Case("tokens", SSD | STEP, EVERY, FUSED, layout=PER_KEY),
-    "linear_scan": Case("batch", {"b": 8, "t": 11, "*": (8, 2)}, EVERY),
-    "linear_scan-packed": Case("packed", {"b": 1, "t": 11, "*": (8, 2)}, EVERY, {"reverse": True}, LENGTHS),
-    "causal_conv1d": Case("batch", {"b": 8, "t": 11, "d": 16, "w": 4}, EVERY, SILU),
-    "causal_conv1d-packed": Case("packed", {"b": 1, "t": 11, "d": 16, "w": 4}, EVERY, SILU, LENGTHS),
-    "causal_conv1d_step": Case("token", {"b": 8, "d": 16, "w": 4}, EVERY, SILU),
-    "gated_rmsnorm": Case("batch", {"*": (8, 3), "d": 16}, EVERY, GROUPS),
+    "ssd": Example("batch", SSD | BATCH, EVERY, DUAL | {"chunk_size": 2}),
+    "ssd-one_group": Example("batch", SSD | BATCH | {"g": 1}, EVERY, DUAL | {"chunk_size": 2}),
+    "ssd-chunks": Example(
+        "chunks", {"b": 1, "t": 35, "h": 4, "p": 5, "g": 2, "n": 6}, EVERY, DUAL | {"chunk_size": 16}
+    ),
+    "ssd-packed": Example("packed", SSD | PACK, EVERY, DUAL | {"chunk_size": 2}, LENGTHS),
+    "ssd_step": Example("token", {k: n for k, n in (SSD | BATCH).items() if k != "t"}, EVERY, DUAL),
+    "ssd_step-tokens": Example("tokens", SSD | STEP, EVERY, DUAL),
+    "selective_scan": Example("batch", MAMBA | BATCH, EVERY, SOFTPLUS, layout=GROUPED),
+    "selective_scan-one_group": Example("batch", MAMBA | BATCH, EVERY, SOFTPLUS),
+    "selective_scan-packed": Example("packed", MAMBA | PACK, EVERY, SOFTPLUS, LENGTHS, GROUPED),
+    "selective_scan_step": Example("token", {k: n for k, n in (MAMBA | BATCH).items() if k != "t"}, EVERY, SOFTPLUS),
+    "selective_scan_step-tokens": Example("tokens", MAMBA | STEP, EVERY, SOFTPLUS),
+    "delta_rule": Example("batch", SSD | BATCH, EVERY, FUSED | {"chunk_size": 2}),
+    "delta_rule-one_group": Example("batch", SSD | BATCH | {"g": 1}, EVERY, FUSED | {"chunk_size": 2}, layout=PER_KEY),
+    "delta_rule-packed": Example("packed", SSD | PACK, EVERY, FUSED | {"chunk_size": 2}, LENGTHS),
+    "delta_rule_step": Example("token", {k: n for k, n in (SSD | BATCH).items() if k != "t"}, EVERY, FUSED),
+    "delta_rule_step-tokens": Example("tokens", SSD | STEP, EVERY, FUSED, layout=PER_KEY),
+    "linear_scan": Example("batch", {"b": 8, "t": 11, "*": (8, 2)}, EVERY),
+    "linear_scan-packed": Example("packed", {"b": 1, "t": 11, "*": (8, 2)}, EVERY, {"reverse": True}, LENGTHS),
+    "causal_conv1d": Example("batch", {"b": 8, "t": 11, "d": 16, "w": 4}, EVERY, SILU),
+    "causal_conv1d-packed": Example("packed", {"b": 1, "t": 11, "d": 16, "w": 4}, EVERY, SILU, LENGTHS),
+    "causal_conv1d_step": Example("token", {"b": 8, "d": 16, "w": 4}, EVERY, SILU),
+    "gated_rmsnorm": Example("batch", {"*": (8, 3), "d": 16}, EVERY, GROUPS),
 }
 NAMES = pytest.mark.parametrize("name", CASES)
 # One group is another program only where heads that read it are spread over devices.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from refold.ops.backends import absence
-from refold.ops.spec import Case, OpSpec, all_specs
+from refold.ops.spec import Example, OpSpec, all_specs
 from refold.ops.testing import CHECKS, check, problem
 from support.products import covering
 
@@ -19,7 +19,7 @@ SLOW = ("jax", "triton")
 """They compile for, or interpret, each new shape: some of the cases, and every case in the exhaustive tests."""
 
 
-def facts(spec: OpSpec, case: Case) -> Iterator[tuple[Any, ...]]:
+def facts(spec: OpSpec, case: Example) -> Iterator[tuple[Any, ...]]:
     """Yield what can be different about a case."""
     yield from (("given", arg.name, arg.name in case.given) for arg in spec.args if arg.optional)
     yield from (("option", option.name, str(case.options.get(option.name, option.default))) for option in spec.options)
@@ -57,7 +57,7 @@ def cells(every: int = 1, *always: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("spec", "backend", "case"), list(cells()))
-def test_float32(spec: OpSpec, backend: str, case: Case) -> None:
+def test_float32(spec: OpSpec, backend: str, case: Example) -> None:
     given = problem(spec, case)
     for name in CORE if backend in SLOW else CHECKS:
         check(name, given, backend)
@@ -68,14 +68,14 @@ def test_float32(spec: OpSpec, backend: str, case: Case) -> None:
     ("spec", "backend", "case"),
     [c for c in cells(6, "packed_empty") if c.values[1] in SLOW and c.values[2] is not None],
 )
-def test_properties_of_slow_backends(spec: OpSpec, backend: str, case: Case, name: str) -> None:
+def test_properties_of_slow_backends(spec: OpSpec, backend: str, case: Example, name: str) -> None:
     """A pack is always among the cases: no other case says what a sequence must not see of its neighbours."""
     check(name, problem(spec, case), backend)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("spec", "backend", "case"), list(cells(6, "all_t25")))
-def test_half_precision(spec: OpSpec, backend: str, case: Case, dtype: str) -> None:
+def test_half_precision(spec: OpSpec, backend: str, case: Example, dtype: str) -> None:
     given = problem(spec, case, dtype)
     for name in CORE:
         check(name, given, backend)
@@ -84,7 +84,7 @@ def test_half_precision(spec: OpSpec, backend: str, case: Case, dtype: str) -> N
 @pytest.mark.parametrize(
     ("spec", "case"), [pytest.param(s, c, id=f"{s.name}-{c}") for s in all_specs() for c in s.cases()]
 )
-def test_float64(spec: OpSpec, case: Case) -> None:
+def test_float64(spec: OpSpec, case: Example) -> None:
     given = problem(spec, case, "float64")
     for name in ("values", "gradients"):
         check(name, given, "torch")

@@ -16,7 +16,7 @@ from refold.errors import ShapeError
 from refold.ops.backends import absence
 from refold.ops.delta_rule import _torch as right
 from refold.ops.delta_rule.nonfinite import spoiled_results
-from refold.ops.spec import Case, load
+from refold.ops.spec import Example, load
 from refold.ops.testing import CHECKS, Problem, check, frame_of, oracle, problem
 from refold.ops.torch import registry
 from support.products import each_pair
@@ -44,9 +44,9 @@ GATED = frozenset({"g", "beta", "initial_state"})
 PER_KEY = {"g": 1}
 
 
-def case(t: int, per_key: bool = False, lengths: tuple[int, ...] = (), **sizes: int) -> Case:
+def case(t: int, per_key: bool = False, lengths: tuple[int, ...] = (), **sizes: int) -> Example:
     sizes = {"b": 1, "t": t, "h": 2, "p": 3, "g": 1, "n": 4, **sizes}
-    return Case(f"t{t}", sizes, GATED, lengths=lengths, layout=PER_KEY if per_key else {})
+    return Example(f"t{t}", sizes, GATED, lengths=lengths, layout=PER_KEY if per_key else {})
 
 
 def drawn(t: int, per_key: bool = False, lengths: tuple[int, ...] = (), **changed: Any) -> Problem:
@@ -441,7 +441,7 @@ def test_the_contract_refuses_planted_bugs(bug: str, monkeypatch: pytest.MonkeyP
     plant, name = BUGS[bug]
     assert name in CHECKS
     plant(monkeypatch)
-    extra = [case(64), Case("repeated", case(64).sizes, GATED, {"chunk_size": 64})]
+    extra = [case(64), Example("repeated", case(64).sizes, GATED, {"chunk_size": 64})]
     refused(name, [*SPEC.cases(), *extra], "float32", monkeypatch)
 
 
@@ -462,7 +462,7 @@ def test_the_contract_refuses_them_in_16_bits(bug: str, monkeypatch: pytest.Monk
     refused("values", SPEC.cases(), dtype, monkeypatch)
 
 
-def refused(name: str, cases: list[Case], dtype: str, patch: pytest.MonkeyPatch) -> None:
+def refused(name: str, cases: list[Example], dtype: str, patch: pytest.MonkeyPatch) -> None:
     for runner in registry.RUNNERS.values():
         for memory, empty in (("found", {}), ("known", {}), ("recent", ())):
             patch.setattr(runner, memory, empty)

@@ -13,7 +13,7 @@ import torch
 from refold.cache import default_folder
 from refold.ops.linear_scan import _numba
 from refold.ops.numba import kernel as kernels
-from refold.ops.numba.blocks import Slot, share_out
+from refold.ops.numba.blocks import ArgumentPlace, share_out
 
 CODE = """
 import torch, refold
@@ -64,7 +64,7 @@ def test_one_plan_serves_all_tensors(named, monkeypatch, workers):
                 y[i] = x[i] + by[i]
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: workers)
-    slots = Slot(torch.float64, (8,)), Slot(torch.float32, (8,))
+    slots = ArgumentPlace(torch.float64, (8,)), ArgumentPlace(torch.float32, (8,))
     call = share_out(fresh(shifted), (slots[0], torch.arange(8.0).numpy(), slots[1]), ((),), (0, 8), 2, 1 << 20)
     for k in range(100):
         y = torch.zeros(8)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from refold.ops.spec import Case, load
+from refold.ops.spec import Example, load
 from refold.ops.testing import measure, problem
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ def test_page_is_rendered_from_the_stored_measurements(tool: ModuleType) -> None
 def test_stored_errors_are_reproduced(tool: ModuleType, op: str) -> None:
     stored = json.loads((tool.RESULTS / "torch-cpu.json").read_text())
     row = next(row for row in stored["rows"] if row["op"] == op and row["dtype"] == "bfloat16")
-    small: Case = tool.CASES[op]
+    small: Example = tool.CASES[op]
     for found in measure(problem(load(op), small, "bfloat16"), "torch"):
         # Another processor sums in another order: the same error up to a factor of two.
         assert found.error <= 2 * row["errors"][found.name] + 1e-7

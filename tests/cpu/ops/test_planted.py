@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refold.ops.backends import BACKENDS
 from refold.ops.linear_scan import _torch as scan
-from refold.ops.spec import Case, load
+from refold.ops.spec import Example, load
 from refold.ops.ssd import _torch as right
 from refold.ops.testing import CHECKS, check, problem
 from refold.ops.torch import registry
@@ -243,7 +243,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return install
 
 
-def refusals(name: str, cases: Iterable[Case], operator: str = "ssd") -> Iterator[str]:
+def refusals(name: str, cases: Iterable[Example], operator: str = "ssd") -> Iterator[str]:
     """Yield the cases on which a check refuses the planted backend."""
     for case in cases:
         try:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import refold.ops as ops
-from refold.ops.spec import Case, load
+from refold.ops.spec import Example, load
 from refold.ops.testing import check, problem
 
 OPTIONAL = ("D", "z", "dt_bias", "initial_state")
@@ -22,7 +22,7 @@ def packs(draw: st.DrawFn) -> tuple[int, tuple[int, ...]]:
 
 
 @st.composite
-def ssd_cases(draw: st.DrawFn) -> Case:
+def ssd_cases(draw: st.DrawFn) -> Example:
     seqlen, lengths = draw(packs())
     groups, repeat = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     sizes = {
@@ -31,11 +31,11 @@ def ssd_cases(draw: st.DrawFn) -> Case:
     }  # fmt: skip
     options = {"dt_softplus": draw(st.booleans()), "chunk_size": draw(st.integers(1, 17))}
     present = draw(st.sets(st.sampled_from(OPTIONAL)))
-    return Case(f"drawn_{draw(st.integers(0, 999))}", sizes, frozenset(present), options, lengths)
+    return Example(f"drawn_{draw(st.integers(0, 999))}", sizes, frozenset(present), options, lengths)
 
 
 @st.composite
-def selective_scan_cases(draw: st.DrawFn) -> Case:
+def selective_scan_cases(draw: st.DrawFn) -> Example:
     seqlen, lengths = draw(packs())
     groups, repeat = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     sizes = {
@@ -45,19 +45,19 @@ def selective_scan_cases(draw: st.DrawFn) -> Case:
     layout = draw(st.sampled_from([{}, {"B": 1}, {"C": 1}, {"B": 1, "C": 1}]))
     present = draw(st.sets(st.sampled_from((*OPTIONAL, "decay"))))
     options = {"dt_softplus": draw(st.booleans())}
-    return Case(f"drawn_{draw(st.integers(0, 999))}", sizes, frozenset(present), options, lengths, layout)
+    return Example(f"drawn_{draw(st.integers(0, 999))}", sizes, frozenset(present), options, lengths, layout)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(ssd_cases())
-def test_ssd(case: Case) -> None:
+def test_ssd(case: Example) -> None:
     for name in CHECKS:
         check(name, problem(load("ssd"), case), "torch")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(selective_scan_cases())
-def test_selective_scan(case: Case) -> None:
+def test_selective_scan(case: Example) -> None:
     for name in CHECKS:
         check(name, problem(load("selective_scan"), case), "torch")
 
@@ -67,7 +67,7 @@ def test_selective_scan(case: Case) -> None:
 def test_linear_scan(pack: tuple[int, tuple[int, ...]], rest: tuple[int, ...], reverse: bool, initial: bool) -> None:
     seqlen, lengths = pack
     sizes = {"b": 1 if lengths else 2, "t": seqlen, "*": rest}
-    case = Case("drawn", sizes, frozenset({"initial_state"} if initial else ()), {"reverse": reverse}, lengths)
+    case = Example("drawn", sizes, frozenset({"initial_state"} if initial else ()), {"reverse": reverse}, lengths)
     for name in CHECKS:
         check(name, problem(load("linear_scan"), case), "torch")
 
@@ -77,7 +77,7 @@ def test_linear_scan(pack: tuple[int, tuple[int, ...]], rest: tuple[int, ...], r
 def test_causal_conv1d(pack: tuple[int, tuple[int, ...]], width: int, initial: bool, activation: str | None) -> None:
     seqlen, lengths = pack
     sizes = {"b": 1 if lengths else 2, "t": seqlen, "d": 3, "w": width}
-    case = Case("drawn", sizes, frozenset({"initial_state"} if initial else ()), {"activation": activation}, lengths)
+    case = Example("drawn", sizes, frozenset({"initial_state"} if initial else ()), {"activation": activation}, lengths)
     for name in CHECKS:
         check(name, problem(load("causal_conv1d"), case), "torch")
 

@@ -17,14 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import refold.ops as ops
 from refold.errors import ArgumentError
 from refold.ops.backends import backend_module
-from refold.ops.spec import Case, OpSpec, all_specs
+from refold.ops.spec import Example, OpSpec, all_specs
 from refold.ops.testing import frame_of, problem
 from refold.ops.torch import registry
 
 SPECS = [pytest.param(spec, id=spec.name) for spec in all_specs()]
 
 
-def find(spec: OpSpec, name: str) -> Case:
+def find(spec: OpSpec, name: str) -> Example:
     return next(case for case in spec.cases() if case.name == name)
 
 

@@ -156,7 +156,7 @@ class Slices:
 
 
 @dataclass
-class Write:
+class StepWrites:
     """What all steps write to a tensor: positions of an axis, and the content's node."""
 
     operand: int
@@ -194,7 +194,7 @@ class Traced:
     step: Node
     placeholders: list[Node]
     results: list[Any]
-    writes: list[Write]
+    writes: list[StepWrites]
     carried: int
     names: tuple[str, ...]
     added: list[Origin]
@@ -352,7 +352,7 @@ def _packet(op: Any) -> str:
     return name.removeprefix("aten.").split(".")[0] if name.startswith("aten.") else ""
 
 
-def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Write:
+def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> StepWrites:
     """Read a change of an argument as a write to positions that move with the step."""
     written: Any = copy.args[0]
     scatter: Any = copy.args[1]
@@ -368,7 +368,7 @@ def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Wr
     content: Any = scatter.args[1]
     while content.target is aten.copy.default and is_plain(content):
         content = content.args[1]
-    return Write(placeholders.index(written), dim % rank, *place, content)  # type: ignore[arg-type]
+    return StepWrites(placeholders.index(written), dim % rank, *place, content)  # type: ignore[arg-type]
 
 
 class Body(LoopVectorizer):

@@ -137,25 +137,25 @@ def read(node: Any, holds: Holds = statically_known_true) -> Moved | None:
 
 
 Reader = TypeVar("Reader")
-Result = TypeVar("Result")
+Answer = TypeVar("Answer")
 
 
-class Rules(Generic[Reader, Result]):
+class Rules(Generic[Reader, Answer]):
     """What one reader of graphs makes of each move."""
 
     def __init__(self) -> None:
-        self.by_move: dict[type[Any], Callable[..., Result]] = {}
+        self.by_move: dict[type[Any], Callable[..., Answer]] = {}
 
-    def on(self, *moves: type[Any]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    def on(self, *moves: type[Any]) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
         """Register a rule: (reader, what is moved how, the reader's results for what is moved) -> result."""
 
-        def register(rule: Callable[..., Result]) -> Callable[..., Result]:
+        def register(rule: Callable[..., Answer]) -> Callable[..., Answer]:
             self.by_move.update(dict.fromkeys(moves, rule))
             return rule
 
         return register
 
-    def apply(self, reader: Reader, x: Any, leaf: Callable[[Node], Any]) -> Result:
+    def apply(self, reader: Reader, x: Any, leaf: Callable[[Node], Any]) -> Answer:
         """Return a reader's result for a node or for moves of nodes.
 
         Args:

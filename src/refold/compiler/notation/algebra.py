@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..ir.contract import least_work
-from .program import Groups, Letters, Program, Read, Step
+from .program import Equation, Equations, Groups, Letters, Read
 
 MOST_TERMS = 4
 MOST_FACTORS = 8
@@ -64,7 +64,7 @@ class Expander:
         inner: Which values may be looked through: those that nothing else needs.
     """
 
-    def __init__(self, program: Program, inner: frozenset[str]) -> None:
+    def __init__(self, program: Equations, inner: frozenset[str]) -> None:
         self.steps = program.defined()
         self.sizes = dict(program.sizes)
         self.inner = inner
@@ -148,7 +148,7 @@ class Expander:
             raise _Cannot
         return Term(sign * term.scale * x, rest, term.bound)
 
-    def _diagonal(self, term: Term, rest: tuple[Read, ...], step: Step, groups: Mapping[str, Letters]) -> Term:
+    def _diagonal(self, term: Term, rest: tuple[Read, ...], step: Equation, groups: Mapping[str, Letters]) -> Term:
         """Read ``where(i == j, v, 0)``, or ``i == j`` as a number, under a sum over one of the two."""
         mask, x, other = step.of if step.do == "where" else (step.of[0], 1, 0)
         equal = self.steps.get(mask.name) if isinstance(mask, Read) else None
@@ -220,7 +220,9 @@ def orders(term: Term, most: int) -> Iterator[list[tuple[int, ...]]]:
     yield from itertools.islice(below(len(term.factors)), most)
 
 
-def written(found: Sum, program: Program, name: str, paths: Sequence[Sequence[tuple[int, ...]]]) -> tuple[Program, int]:
+def written(
+    found: Sum, program: Equations, name: str, paths: Sequence[Sequence[tuple[int, ...]]]
+) -> tuple[Equations, int]:
     """Write a multiplied-out step as a program, each product in the given order, and count its multiply-adds.
 
     Args:
@@ -229,7 +231,7 @@ def written(found: Sum, program: Program, name: str, paths: Sequence[Sequence[tu
         name: The step's name.
         paths: For each term which factors are multiplied next, as positions in what is left.
     """
-    steps: list[Step] = []
+    steps: list[Equation] = []
     work = 0
     names = (f"z{n}" for n in itertools.count())
     sums: list[Read] = []
@@ -256,7 +258,7 @@ def written(found: Sum, program: Program, name: str, paths: Sequence[Sequence[tu
                 factors.append(chosen[0])
                 continue
             new = next(names)
-            steps.append(Step(new, tuple(kept), "contract", (*chosen, *scale)))
+            steps.append(Equation(new, tuple(kept), "contract", (*chosen, *scale)))
             # What is summed in only one of two factors is summed before they are multiplied.
             own = [set(read.letters) for read in chosen]
             if len(own) == 2:
@@ -272,17 +274,17 @@ def written(found: Sum, program: Program, name: str, paths: Sequence[Sequence[tu
     result, *others = sums
     if constant:
         new = next(names)
-        steps.append(Step(new, result.letters, "add", (result, constant)))
+        steps.append(Equation(new, result.letters, "add", (result, constant)))
         result = Read(new, tuple((x,) for x in result.letters))
     for other in others:
         new = next(names)
         letters = tuple(x for x in out if x in result.letters or x in other.letters)
-        steps.append(Step(new, letters, "add", (result, other)))
+        steps.append(Equation(new, letters, "add", (result, other)))
         work += size(set(letters))
         result = Read(new, tuple((x,) for x in letters))
     if result.letters != out:
         new = next(names)
-        steps.append(Step(new, out, "contract", (result,)))
+        steps.append(Equation(new, out, "contract", (result,)))
         result = Read(new, tuple((x,) for x in out))
     known = {step.name for step in steps}
     read = {x.name for step in steps for x in step.reads} - known
@@ -292,10 +294,10 @@ def written(found: Sum, program: Program, name: str, paths: Sequence[Sequence[tu
     used = {x for groups in inputs.values() for g in groups for x in g} | {x for s in steps for x in s.letters}
     used |= {x for s in steps for r in s.reads for x in r.letters}
     sizes = {k: v for k, v in found.sizes.items() if k in used}
-    return Program(inputs, sizes, tuple(steps), Read(result.name, tuple((x,) for x in out))), work
+    return Equations(inputs, sizes, tuple(steps), Read(result.name, tuple((x,) for x in out))), work
 
 
-def work_of(steps: Mapping[str, Step], names: Sequence[str], sizes: Mapping[str, int]) -> int:
+def work_of(steps: Mapping[str, Equation], names: Sequence[str], sizes: Mapping[str, int]) -> int:
     """Return the multiply-adds of steps as they are; elementwise work, which fuses, does not count."""
     total = 0
     for name in names:
@@ -310,12 +312,12 @@ def work_of(steps: Mapping[str, Step], names: Sequence[str], sizes: Mapping[str,
 class Cheaper:
     """A step multiplied out: the program, whether it is a sum of products, and the terms that it adds up."""
 
-    program: Program
+    program: Equations
     multilinear: bool
     terms: int
 
 
-def cheaper(program: Program, name: str, inner: frozenset[str], worthwhile: float) -> Cheaper | None:
+def cheaper(program: Equations, name: str, inner: frozenset[str], worthwhile: float) -> Cheaper | None:
     """Return a step multiplied out in the order of least work, if that is so many times less."""
     steps = program.defined()
     try:

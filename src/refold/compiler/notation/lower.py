@@ -24,7 +24,7 @@ from ..ir.fx import value
 from ..ir.operators import SCAN
 from ..ir.symbols import Axis
 from .operations import ELEMENTWISE, OPERATORS, REDUCTIONS
-from .program import Program, Read, Step
+from .program import Equation, Equations, Read
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 _OF_NUMBERS = ("eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_xor", "remainder", "fmod")
 
 
-def lower(program: Program, build: Builder, inputs: Mapping[str, Node]) -> Node:
+def lower(program: Equations, build: Builder, inputs: Mapping[str, Node]) -> Node:
     """Insert a program's nodes and return the one that holds its result.
 
     Args:
@@ -55,7 +55,7 @@ def lower(program: Program, build: Builder, inputs: Mapping[str, Node]) -> Node:
 
 
 class _Lowering:
-    def __init__(self, program: Program, build: Builder, inputs: Mapping[str, Node]) -> None:
+    def __init__(self, program: Equations, build: Builder, inputs: Mapping[str, Node]) -> None:
         self.program, self.build = program, build
         self.axes = {letter: Axis(size) for letter, size in program.sizes.items()}
         self.values: dict[str, tuple[Operand, tuple[str, ...]]] = {}
@@ -99,7 +99,7 @@ class _Lowering:
         """Permute, with axes of size one where some are missing; what has no axes stays so, and widens nothing."""
         return aligned(self.build, x, self._all(letters)) if x.axes else x.node
 
-    def _step(self, step: Step) -> Operand:
+    def _step(self, step: Equation) -> Operand:
         do = step.do
         if do == "contract":
             return self._contract(step)
@@ -112,7 +112,7 @@ class _Lowering:
         special = getattr(self, f"_{do}", None)
         return special(step) if special is not None else self._elementwise(step)
 
-    def _contract(self, step: Step) -> Operand:
+    def _contract(self, step: Equation) -> Operand:
         operands = [self._read(x) for x in step.reads]
         out = [self.axes[letter] for letter in step.letters]
         scale: Any = 1
@@ -127,7 +127,7 @@ class _Lowering:
         x = contract_in_order(self.build, operands, path, out)
         return x if scale == 1 else Operand(self.build.call(aten.mul.Tensor, x.node, scale), x.axes)
 
-    def _elementwise(self, step: Step) -> Operand:
+    def _elementwise(self, step: Equation) -> Operand:
         which = ELEMENTWISE[step.do]
         present = [letter for letter in step.letters if any(letter in x.letters for x in step.reads)]
         nodes = [self._broadcast(self._read(x), present) if isinstance(x, Read) else x for x in step.of]
@@ -157,16 +157,16 @@ class _Lowering:
     def _scalar(self, number: Any, dtype: torch.dtype) -> Node:
         return self.build.call(aten.full.default, [], number, dtype=dtype, device=self.device)
 
-    def _cast(self, step: Step) -> Operand:
+    def _cast(self, step: Equation) -> Operand:
         x = self._read(step.reads[0])
         dtype = getattr(torch, step.options["dtype"])
         return Operand(self.build.call(aten._to_copy.default, x.node, dtype=dtype), x.axes)
 
-    def _fill(self, step: Step) -> Operand:
+    def _fill(self, step: Equation) -> Operand:
         dtype = getattr(torch, step.options["dtype"])
         return Operand(self._scalar(step.of[0], dtype), [])
 
-    def _position(self, step: Step) -> Operand:
+    def _position(self, step: Equation) -> Operand:
         (size,) = self._sizes(step.letters) or [1]
         options = {"dtype": torch.int64, "device": self.device}
         node = self.build.call(aten.arange.start_step, 0, size, 1, **options)
@@ -175,7 +175,7 @@ class _Lowering:
     def _all(self, letters: Sequence[str]) -> list[Axis]:
         return [self.axes[letter] for letter in letters]
 
-    def _reduce(self, step: Step) -> Operand:
+    def _reduce(self, step: Equation) -> Operand:
         x = self._read(step.reads[0])
         keep = set(self._all(step.letters))
         dims = [i for i, axis in enumerate(x.axes) if axis not in keep]
@@ -188,14 +188,14 @@ class _Lowering:
             node = self.build.call(aten.mul.Tensor, node, 0)
         return Operand(node, [axis for axis in x.axes if axis in keep])
 
-    def _cumsum(self, step: Step) -> Operand:
+    def _cumsum(self, step: Equation) -> Operand:
         x = self._read(step.reads[0])
         at = x.axes.index(self.axes[step.options["along"]])
         return Operand(self.build.call(getattr(aten, step.do).default, x.node, at), x.axes)
 
     _cumprod = _cumsum
 
-    def _scan(self, step: Step) -> Operand:
+    def _scan(self, step: Equation) -> Operand:
         along = step.options["along"]
         rest = [letter for letter in step.letters if letter != along]
         batch, others = rest[:1], rest[1:]
@@ -214,11 +214,11 @@ class _Lowering:
             node = self.build.call(aten.squeeze.dims, node, [0])
         return Operand(node, self._all(order))
 
-    def _reshape(self, step: Step) -> Operand:
+    def _reshape(self, step: Equation) -> Operand:
         x = self._aligned(self._read(step.reads[0]), step.reads[0].letters)
         return Operand(self.build.reshape(x.node, self._sizes(step.letters)), self._all(step.letters))
 
-    def _place(self, step: Step, x: Read) -> tuple[int, bool]:
+    def _place(self, step: Equation, x: Read) -> tuple[int, bool]:
         """Return where the axis lies that changes its size, and whether the value that is read has it."""
         fresh = [i for i, letter in enumerate(step.letters) if letter not in x.letters]
         if fresh:
@@ -226,7 +226,7 @@ class _Lowering:
         along = step.options["along"]
         return (x.letters if along in x.letters else step.letters).index(along), along in x.letters
 
-    def _slice(self, step: Step) -> Operand:
+    def _slice(self, step: Equation) -> Operand:
         (read,) = step.reads
         at, _ = self._place(step, read)
         x = self._aligned(self._read(read), read.letters)
@@ -236,7 +236,7 @@ class _Lowering:
         node = self.build.call(aten.slice.Tensor, x.node, at, start, stop, stride)
         return Operand(self.build.reshape(node, self._sizes(step.letters)), self._all(step.letters))
 
-    def _pad(self, step: Step) -> Operand:
+    def _pad(self, step: Equation) -> Operand:
         (read,) = step.reads
         at, there = self._place(step, read)
         node = self._aligned(self._read(read), read.letters).node
@@ -246,7 +246,7 @@ class _Lowering:
         node = self.build.call(aten.constant_pad_nd.default, node, pad, float(o.get("value", 0)))
         return Operand(node, self._all(step.letters))
 
-    def _concat(self, step: Step) -> Operand:
+    def _concat(self, step: Equation) -> Operand:
         parts = []
         at = step.letters.index(step.options["along"])
         for read in step.reads:
@@ -255,7 +255,7 @@ class _Lowering:
             parts.append(node if there else self.build.call(aten.unsqueeze.default, node, at))
         return Operand(self.build.call(aten.cat.default, parts, at), self._all(step.letters))
 
-    def _operator(self, step: Step) -> Operand:
+    def _operator(self, step: Equation) -> Operand:
         given: dict[str, Any] = {}
         for name, read in zip(step.options["arguments"], step.reads, strict=True):
             node = self._aligned(self._read(read), read.letters).node

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from .operations import COMMUTATIVE, OPERATORS
-from .program import Groups, Letters, Program, Read, Step
+from .program import Equation, Equations, Groups, Letters, Read
 from .read import Reading
 
 # More factors than this are not tried in other orders.
@@ -36,7 +36,7 @@ class Match:
     sizes: dict[str, int]
 
 
-def match(pattern: Program, reading: Reading, root: Node) -> Match | None:
+def match(pattern: Equations, reading: Reading, root: Node) -> Match | None:
     """Find a program's steps in a graph.
 
     Args:
@@ -75,8 +75,8 @@ def _flat(inputs: Mapping[str, Groups]) -> dict[str, Letters]:
 
 class _Matching:
     def __init__(
-        self, pattern: Program, ours: Mapping[str, Step], found: Mapping[str, Step], theirs: Mapping[str, Letters],
-        sizes: Mapping[str, int],
+        self, pattern: Equations, ours: Mapping[str, Equation], found: Mapping[str, Equation],
+        theirs: Mapping[str, Letters], sizes: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.pattern, self.ours, self.found, self.theirs, self.their_sizes = pattern, ours, found, theirs, sizes
         self.inputs = _flat(pattern.inputs)
@@ -112,7 +112,9 @@ class _Matching:
         there = {own: self.their_sizes[other] for own, other in known.items()}
         return sizes | there if all(sizes.get(own, size) == size for own, size in there.items()) else None
 
-    def _readings(self, a: Step, b: Step, order: tuple[int, ...]) -> Iterator[tuple[dict[str, str], list[_Pair]]]:
+    def _readings(
+        self, a: Equation, b: Equation, order: tuple[int, ...]
+    ) -> Iterator[tuple[dict[str, str], list[_Pair]]]:
         """Yield how letters and what two steps read may correspond; nothing if the steps differ."""
         if a.do != b.do or len(a.of) != len(b.of) or len(a.letters) != len(b.letters):
             return
@@ -128,7 +130,7 @@ class _Matching:
                     yield known, pairs
 
     def _pairs(
-        self, a: Step, reads: list[tuple[Read | float | int, Read | float | int]], letters: dict[str, str]
+        self, a: Equation, reads: list[tuple[Read | float | int, Read | float | int]], letters: dict[str, str]
     ) -> Iterator[tuple[dict[str, str], list[_Pair]]]:
         if not reads:
             yield letters, []
@@ -164,5 +166,5 @@ def _joined(letters: dict[str, str], ours: Letters, theirs: Letters) -> dict[str
     return letters if len(set(letters.values())) == len(letters) else None
 
 
-def _options(step: Step, letters: Mapping[str, str]) -> dict[str, str]:
+def _options(step: Equation, letters: Mapping[str, str]) -> dict[str, str]:
     return {k: str(letters.get(v, v) if k == "along" else v) for k, v in step.options.items()}

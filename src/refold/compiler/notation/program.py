@@ -63,7 +63,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Step:
+class Equation:
     """One equation.
 
     Attributes:
@@ -95,7 +95,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Program:
+class Equations:
     """Steps from inputs to one result; made by `parse`, which checks it, or by a reader that needs no check.
 
     Attributes:
@@ -108,7 +108,7 @@ class Program:
 
     inputs: Mapping[str, Groups]
     sizes: Mapping[str, int]
-    steps: tuple[Step, ...]
+    steps: tuple[Equation, ...]
     result: Read
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
@@ -143,7 +143,7 @@ class Program:
         """The result's shape."""
         return tuple(math.prod(self.sizes[letter] for letter in group) for group in self.result.axes)
 
-    def defined(self) -> dict[str, Step]:
+    def defined(self) -> dict[str, Equation]:
         """Return the steps by name."""
         return {step.name: step for step in self.steps}
 
@@ -187,7 +187,7 @@ def spell(groups: Groups) -> str:
     return " ".join("1" if not group else group[0] if len(group) == 1 else f"({' '.join(group)})" for group in groups)
 
 
-def parse(data: Any, *, shapes: Mapping[str, Sequence[int]] | None = None) -> Program:
+def parse(data: Any, *, shapes: Mapping[str, Sequence[int]] | None = None) -> Equations:
     """Read a program and check it.
 
     Args:
@@ -219,7 +219,7 @@ class _Parser:
     def fail(self, reason: str) -> ProgramError:
         return ProgramError(f"{self.where}: {reason}")
 
-    def program(self) -> Program:
+    def program(self) -> Equations:
         data = self.data
         sizes = self._mapping(data.get("sizes", {}), "sizes")
         for letter, size in sizes.items():
@@ -238,7 +238,7 @@ class _Parser:
         self.where = "result"
         result = self._read(data.get("result"))
         dtypes = {str(k): str(v) for k, v in self._mapping(data.get("dtypes", {}), "dtypes").items()}
-        return Program(inputs, dict(self.sizes), found, result, dtypes)
+        return Equations(inputs, dict(self.sizes), found, result, dtypes)
 
     def _mapping(self, value: Any, what: str) -> Mapping[Any, Any]:
         if not isinstance(value, Mapping):
@@ -348,7 +348,7 @@ class _Parser:
             raise self.fail(f"{value} is larger than a number may be")
         return value
 
-    def _step(self, number: int, data: Any) -> Step:
+    def _step(self, number: int, data: Any) -> Equation:
         self.where = f"step {number}"
         data = dict(self._mapping(data, "a step"))
         let, do, of = data.pop("let", None), data.pop("do", None), data.pop("of", [])
@@ -379,16 +379,16 @@ class _Parser:
             raise self.fail(f"of must be a list of at most {MOST_FACTORS} values and numbers, not {of!r:.80}")
         ones = do in OPERATORS
         reads = tuple(self._read(x, ones) if isinstance(x, str) and "[" in x else self._number(x) for x in of)
-        step = Step(name, letters, do, reads, options)
+        step = Equation(name, letters, do, reads, options)
         self._shape(step)
         sizes = [self.sizes[letter] for letter in letters]
         if math.prod(sizes) > MOST_ELEMENTS:
             raise self.fail(f"{name} would have {math.prod(sizes)} elements; at most {MOST_ELEMENTS} are allowed")
-        step = Step(name, tuple(x for x in letters if self.sizes[x] != 1), do, reads, options)
+        step = Equation(name, tuple(x for x in letters if self.sizes[x] != 1), do, reads, options)
         self.values[name] = step.letters
         return step
 
-    def _shape(self, step: Step) -> None:
+    def _shape(self, step: Equation) -> None:
         """Check the axes of a step, and find the sizes of new letters."""
         do, options = step.do, step.options
         read = {letter for x in step.reads for letter in x.letters}
@@ -426,20 +426,20 @@ class _Parser:
         if (dtype := options.get("dtype")) is not None and dtype not in DTYPES:
             raise self.fail(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r:.40}")
 
-    def _counted(self, step: Step, counts: tuple[int, int]) -> None:
+    def _counted(self, step: Equation, counts: tuple[int, int]) -> None:
         low, high = counts
         if not low <= len(step.of) <= high:
             many = str(low) if low == high else f"{low} to {high}"
             raise self.fail(f"it reads {many} values or numbers, not {len(step.of)}")
 
-    def _within(self, step: Step, read: Iterable[str], only: bool = False) -> None:
+    def _within(self, step: Equation, read: Iterable[str], only: bool = False) -> None:
         for letter in step.letters:
             if letter not in self.sizes:
                 raise self.fail(f"the size of {letter} is not known; name it in sizes")
             if only and letter not in read:
                 raise self.fail(f"{letter} is an axis of its result and of nothing that it reads")
 
-    def _resized(self, step: Step) -> None:
+    def _resized(self, step: Equation) -> None:
         """Find the size of the axis that a slice, a pad, a concatenation or a reshape makes."""
         do, options = step.do, step.options
         if any(not isinstance(x, Read) for x in step.of) or not step.reads:
@@ -484,7 +484,7 @@ class _Parser:
         elif size != 1:
             raise self.fail(f"its result needs an axis of size {size} in place of {options['along']}")
 
-    def _replaced(self, step: Step, x: Read, new: str) -> str | None:
+    def _replaced(self, step: Equation, x: Read, new: str) -> str | None:
         """Return the axis of what is read in whose place the result has a new one; None where it has size one."""
         rest = [letter for letter in step.letters if letter != new]
         if list(x.letters) == rest:
@@ -494,7 +494,7 @@ class _Parser:
             raise self.fail(f"{x} must have the axes {' '.join(rest)} in this order, and one in place of {new}")
         return x.letters[at]
 
-    def _operator(self, step: Step) -> None:
+    def _operator(self, step: Equation) -> None:
         spec = OPERATORS[step.do]
         given = dict(zip(step.options["arguments"], step.of, strict=True))
         if unknown := sorted(given.keys() - spec.arguments.keys()):

@@ -23,7 +23,7 @@ from ..ir.moves import read as read_moves
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..ir.views import is_view, viewed
 from .operations import DTYPES, ELEMENTWISE, REDUCTIONS
-from .program import MOST_FACTORS, MOST_STEPS, Groups, Program, Read, Step
+from .program import MOST_FACTORS, MOST_STEPS, Equation, Equations, Groups, Read
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ class Reading:
     """
 
     graph: Graph
-    program: Program
+    program: Equations
     nodes: dict[str, Node]
     names: dict[Node, str]
 
@@ -96,7 +96,7 @@ class Reading:
                     found[x] = None
         return list(found)
 
-    def region(self, root: Node) -> Program | None:
+    def region(self, root: Node) -> Equations | None:
         """Return the program that computes a node's value from what the grammar has no word for; None if none does."""
         name = self.names.get(root)
         steps = self.program.defined()
@@ -118,7 +118,7 @@ class Reading:
         flat = iter(steps[name].letters)
         groups = _layout(value(root).shape, [(letter, sizes[letter]) for letter in flat])
         dtypes = {k: v for k, v in self.program.dtypes.items() if k in inputs}
-        return lettered(Program(inputs, sizes, chosen, Read(name, groups), dtypes))
+        return lettered(Equations(inputs, sizes, chosen, Read(name, groups), dtypes))
 
 
 def read(graph: Graph) -> Reading:
@@ -136,7 +136,7 @@ class _Reader:
         self.sizes: dict[str, int] = {}
         self.inputs: dict[str, Groups] = {}
         self.dtypes: dict[str, str] = {}
-        self.steps: list[Step] = []
+        self.steps: list[Equation] = []
         self.taken: set[str] = set()
         self.constants: dict[Node, float | int] = {}
         self.unnamed = itertools.count()
@@ -161,7 +161,7 @@ class _Reader:
                     del self.names[new]
                     self.atoms.pop(new, None)
                     self.letters.pop(new, None)
-        program = Program(self.inputs, self.sizes, tuple(self.steps), Read("", ()), self.dtypes)
+        program = Equations(self.inputs, self.sizes, tuple(self.steps), Read("", ()), self.dtypes)
         return Reading(self.graph, program, {name: node for node, name in self.names.items()}, self.names)
 
     # Values
@@ -251,7 +251,7 @@ class _Reader:
         self.names[node] = own = self._name(node)
         self.atoms[node] = [[int(axis.size) for axis in row] for row in out]
         self.letters[node] = flat
-        self.steps.append(Step(own, tuple(flat), do, tuple(reads), options))
+        self.steps.append(Equation(own, tuple(flat), do, tuple(reads), options))
 
     # Steps
 
@@ -548,7 +548,7 @@ class _Classes:
         self.parent[b] = a
 
 
-def lettered(program: Program) -> Program:
+def lettered(program: Equations) -> Equations:
     """Give axes that are one all over a program the same letter, and different letters to all others."""
     classes = _Classes()
     for number, step in enumerate(program.steps):
@@ -585,12 +585,12 @@ def lettered(program: Program) -> Program:
         options = dict(step.options)
         if "along" in options:
             options["along"] = called((number, options["along"]), options["along"])
-        steps.append(Step(step.name, letters, step.do, of, options))
+        steps.append(Equation(step.name, letters, step.do, of, options))
     result = program.result
     if result.name in (own := {step.name: step for step in steps}):
         flat = iter(own[result.name].letters)
         result = Read(result.name, tuple(tuple(next(flat) for _ in group) for group in result.axes))
-    return Program(inputs, sizes, tuple(steps), result, program.dtypes)
+    return Equations(inputs, sizes, tuple(steps), result, program.dtypes)
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from ..ir.fx import value
 from ..ir.rewrite import Rewrite, replace_node
 from .lower import lower
 from .match import Match, match
-from .program import SCHEMA, Program, parse
+from .program import SCHEMA, Equations, parse
 from .read import read
 
 _LARGEST = 1 << 20
@@ -45,8 +45,8 @@ class Rule:
     """
 
     name: str
-    region: Program
-    program: Program
+    region: Equations
+    program: Equations
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -87,7 +87,7 @@ class Rule:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
-def replacement(region: Program, data: Any) -> Program:
+def replacement(region: Equations, data: Any) -> Equations:
     """Read a program that is to take the place of a region, and check that its inputs and its result fit.
 
     Raises:
@@ -102,7 +102,7 @@ def replacement(region: Program, data: Any) -> Program:
     return found
 
 
-def _shape(program: Program, name: str) -> tuple[int, ...]:
+def _shape(program: Equations, name: str) -> tuple[int, ...]:
     shape = []
     for group in program.inputs[name]:
         size = 1
@@ -201,7 +201,7 @@ def _replaced(rule: Rule, root: Node, found: Match, site: str, notes: list[str])
     )
 
 
-def resized(rule: Rule, sizes: Mapping[str, int]) -> Program:
+def resized(rule: Rule, sizes: Mapping[str, int]) -> Equations:
     """Return a rule's program for other sizes of the region's letters.
 
     Letters that only the program has keep their sizes, such as the length of a chunk, or follow from the others.

@@ -28,7 +28,7 @@ from ..ir.operators import HEADS
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.source import located
 from ..ir.symbols import Axis, Label, resolve, unify
-from ..recurrence.chunked_form import ChunkStates, NotAScan, Scan, read_scan, read_states, require, with_label
+from ..recurrence.chunked_form import ChunkStates, NotAScan, ScanForm, read_scan, read_states, require, with_label
 from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
 from ..recurrence.narrowing import narrow_after, narrowed_later
@@ -112,7 +112,7 @@ class _Operands:
     """Whether x has no step size in common with the decay: ``dt`` is the log decay, and x is to be divided by it."""
 
 
-def _operands(root: Node, scan: Scan) -> _Operands:
+def _operands(root: Node, scan: ScanForm) -> _Operands:
     """Divide the factors among the arguments, taking the step size out of the log decay if x has it, too."""
     time, summed = set(resolve(scan.time)), set(resolve(scan.summed))
     steps = [factor for factor in scan.decays.factors if time & set(factor.axes())]
@@ -148,7 +148,7 @@ def _spanned(factors: Sequence[Factor]) -> set[Axis]:
     return {axis for factor in factors for axis in factor.axes()}
 
 
-def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Emit the operator and replace what it computes."""
     given = _operands(root, scan)
     products = (given.x, given.dt, given.A, given.B, given.C)

@@ -70,7 +70,7 @@ class ChunkStates:
 
 
 @dataclass
-class Scan:
+class ScanForm:
     """``H <- exp(decays) H + written``, ``y = queries . H``, as factors at common symbols.
 
     Attributes:
@@ -119,7 +119,7 @@ def _known(label: Label | None) -> Label:
     return resolve(label)
 
 
-def read_scan(within: Node, across: Node) -> Scan:
+def read_scan(within: Node, across: Node) -> ScanForm:
     """Read both products, or raise `NotAScan`."""
     diagonal = expand(index(within))
     pairs, rest = _split(diagonal)
@@ -145,7 +145,7 @@ def read_scan(within: Node, across: Node) -> Scan:
     require(diagonal.scale == carried.scale * states.written.scale)
 
     time = resolve((*states.chunk, *upto))
-    scan = Scan(
+    scan = ScanForm(
         y=diagonal,
         states=states,
         decays=pairs.source,
@@ -235,7 +235,7 @@ def _is_zero(node: Node) -> bool:
     return node.target is aten.full.default and arg(node, 1) == 0
 
 
-def _check_symbols(scan: Scan, pairs: Segments, within: Label) -> None:
+def _check_symbols(scan: ScanForm, pairs: Segments, within: Label) -> None:
     """Require every symbol to play one part only: where unification had to collapse two, this is no scan."""
     out = layout(scan.y)
     c, i, j, t = (set(resolve(label or ())) for label in (scan.states.chunk, pairs.upto, pairs.after, pairs.step))
@@ -248,7 +248,7 @@ def _check_symbols(scan: Scan, pairs: Segments, within: Label) -> None:
         require(all(set(factor.axes()) <= rest | c | own for factor in product.factors))
 
 
-def _drop_padding(scan: Scan, pairs: Segments) -> None:
+def _drop_padding(scan: ScanForm, pairs: Segments) -> None:
     """Read the factors as they were before zeros filled the last chunk; else give all positions one symbol."""
     places = [(scan.decays, pairs.step), (scan.queries, pairs.upto), (scan.written, pairs.after)]
     timed = [(product, resolve((*scan.states.chunk, *(place or ())))) for product, place in places]

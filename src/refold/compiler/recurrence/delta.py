@@ -42,7 +42,7 @@ class _Other(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class FactorOfStep:
     """A factor of a step's product.
 
     Attributes:
@@ -61,17 +61,17 @@ class Weighted:
     """A number times factors."""
 
     number: float
-    parts: tuple[Part, ...]
+    parts: tuple[FactorOfStep, ...]
 
-    def along(self, place: int) -> list[Part]:
+    def along(self, place: int) -> list[FactorOfStep]:
         """Return the factors that run along an axis of the state."""
         return [part for part in self.parts if place in part.places]
 
-    def holds(self, parts: Iterable[Part]) -> bool:
+    def holds(self, parts: Iterable[FactorOfStep]) -> bool:
         """Tell whether it has factors."""
         return Counter(parts) <= Counter(self.parts)
 
-    def without(self, parts: Iterable[Part]) -> Weighted:
+    def without(self, parts: Iterable[FactorOfStep]) -> Weighted:
         """Leave factors out.
 
         Raises:
@@ -292,7 +292,7 @@ class _Values:
             places = [where.get(axis) for axis in factor.axes()]
             if factor.pending or None in places or len(set(places)) != len(places):
                 raise _Other
-            found.append(Part(factor.node, tuple(places), self._keys[factor.node]))  # type: ignore[arg-type]
+            found.append(FactorOfStep(factor.node, tuple(places), self._keys[factor.node]))  # type: ignore[arg-type]
         return Weighted(product.scale, tuple(found))
 
 

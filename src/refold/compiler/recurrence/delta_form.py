@@ -25,7 +25,7 @@ from ..ir.sinking import sliced_early
 from .delta import Query, RankOne, Weighted
 from .delta_tokens import Tokens
 from .duality import lay, logarithm
-from .readout import Term, terms
+from .readout import Placed, terms
 from .signs import sign
 from .vectorize import Value
 
@@ -72,28 +72,28 @@ class Corrections:
         return None if self.step.p is None else self.step.p + 1
 
     @cached_property
-    def decay(self) -> tuple[float, list[Term]]:
+    def decay(self) -> tuple[float, list[Placed]]:
         """The decay, as a number and factors."""
-        number, found = self.step.decay.number, list[Term]()
+        number, found = self.step.decay.number, list[Placed]()
         for term in self.terms(self.step.decay):
             scale, parts = terms(self.emit, sliced_early(self.emit, term.node), term.state_axes)
             number, found = number * scale, found + parts
         return number, found
 
-    def terms(self, factors: Weighted) -> list[Term]:
+    def terms(self, factors: Weighted) -> list[Placed]:
         """Return a step's factors over all steps."""
         found = []
         for part in factors.parts:
             x = self.over_time(part.node)
             axes = [*[0] * x.has_time, *(place + 1 for place in part.places)]
             node = self.emit.reshape(x.node, [self.shape[axis] for axis in axes])
-            found.append(Term(node, tuple(axes)))
+            found.append(Placed(node, tuple(axes)))
         return found
 
-    def laid(self, parts: list[Term], number: float, last: Sequence[int | None], like: Node | None = None) -> Node:
+    def laid(self, parts: list[Placed], number: float, last: Sequence[int | None], like: Node | None = None) -> Node:
         """Return a product as the operator takes it, (b, t, h) and the last axes."""
         emit, dtype = self.emit, value(self.step.new).dtype
-        parts = [Term(emit.cast(term.node, dtype), term.state_axes) for term in parts]
+        parts = [Placed(emit.cast(term.node, dtype), term.state_axes) for term in parts]
         x = lay(emit, parts, [*self.rows, *last], self.shape, number, like)
         assert x is not None  # the axes of each were looked at
         return emit.dense(self.merged(x, 2))
@@ -154,7 +154,7 @@ def _log_decay(facts: Corrections, like: Node) -> Node | None:
     """Return g; None where nothing decays."""
     number, factors = facts.decay
     last = [facts.key] if any(facts.key in term.spans() for term in factors) else []
-    logs = [facts.laid([Term(logarithm(facts.emit, term), term.state_axes)], 1.0, last) for term in factors]
+    logs = [facts.laid([Placed(logarithm(facts.emit, term), term.state_axes)], 1.0, last) for term in factors]
     if number != 1.0:
         logs.append(facts.laid([], log(number), last, like))
     total = logs.pop() if logs else None

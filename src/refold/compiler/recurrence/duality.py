@@ -24,7 +24,7 @@ from ..ir.operators import CONTRACTED, HEADS
 from . import lti_chunks
 from .facts import Factors, Facts, spans, unalias
 from .gated_chunks import gated_scan, merged
-from .readout import Term
+from .readout import Placed
 from .signs import Sign, fades, sign
 
 aten = torch.ops.aten
@@ -45,7 +45,9 @@ def per_head(facts: Facts) -> tuple[Node, Node] | None:
     signs: Node | None = None
     if not rest.positive:
         signs = _signs(emit, rest, [*_TOKENS, head], facts.shape)
-        rest = Factors(abs(rest.number), [Term(emit.call(aten.abs.default, t.node), t.state_axes) for t in rest.terms])
+        rest = Factors(
+            abs(rest.number), [Placed(emit.call(aten.abs.default, t.node), t.state_axes) for t in rest.terms]
+        )
     x = lay(emit, facts.values, [*_TOKENS, head, *channels], facts.shape, facts.inputs.number)
     if x is None:
         return None
@@ -164,7 +166,9 @@ def _results(facts: Facts, y: tuple[Node, list[int]], last: tuple[Node, list[int
     return emit.cast(out, value(read.node).dtype), state
 
 
-def _contracted(emit: Builder, scale: float, factors: list[Term], n: int, target: list[int], shape: list[int]) -> Node:
+def _contracted(
+    emit: Builder, scale: float, factors: list[Placed], n: int, target: list[int], shape: list[int]
+) -> Node:
     """Sum a product over n, and lay it out for broadcasting; what does not run along n is multiplied afterwards."""
     along, rest = Factors(scale, factors).along(n)
     total: Node | None = None
@@ -228,7 +232,7 @@ def gated(facts: Facts) -> tuple[Node, Node] | None:
         return None
     logs: Node | None = None
     for term in decays:
-        part = lay(emit, [Term(logarithm(emit, term), term.state_axes)], [*rows, n], shape, 1.0)
+        part = lay(emit, [Placed(logarithm(emit, term), term.state_axes)], [*rows, n], shape, 1.0)
         logs = part if logs is None or part is None else emit.call(aten.add.Tensor, logs, part)
     q, k = (lay(emit, part, [*rows, n], shape, 1.0, like=v) for part in (facts.queries, keys))
     if q is None or k is None or logs is None or len({value(x).dtype for x in (q, k, v, logs)}) != 1:
@@ -287,7 +291,7 @@ def _log_decay(
     order = per_step if timed else per_head
     total = _constant(emit, x, [1 if place is None else shape[place] for place in order], log(decays.number))
     for term in decays.terms:
-        laid = lay(emit, [Term(logarithm(emit, term), term.state_axes)], order, shape, 1.0)
+        laid = lay(emit, [Placed(logarithm(emit, term), term.state_axes)], order, shape, 1.0)
         assert laid is not None  # decays run along heads, batch and time alone
         total = emit.call(aten.add.Tensor, total, laid)
     sizes = [1 if place is None else shape[place] for place in per_step]
@@ -305,7 +309,7 @@ def _fades_near_one(decay: Node) -> bool:
     return inner.target is aten.sigmoid.default or (inner.target is aten.exp.default and fades(arg(inner, 0)))
 
 
-def logarithm(emit: Builder, term: Term) -> Node:
+def logarithm(emit: Builder, term: Placed) -> Node:
     """Return the logarithm of a factor: of zero minus infinity, and none below that of the smallest normal number."""
     inner = unalias(term.node)
     if inner.target is aten.exp.default and value(inner).dim() == len(term.state_axes):
@@ -340,7 +344,7 @@ def forgets(dtype: torch.dtype) -> float:
 
 
 def lay(
-    emit: Builder, parts: list[Term], order: Sequence[int | None], shape: list[int], scale: float,
+    emit: Builder, parts: list[Placed], order: Sequence[int | None], shape: list[int], scale: float,
     like: Node | None = None, dense: bool = True,
 ) -> Node | None:  # fmt: skip
     """Multiply factors and lay the product out over axes of the states; None in the order is an axis of size one."""

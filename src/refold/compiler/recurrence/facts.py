@@ -21,7 +21,7 @@ from torch.fx import Node
 from ..ir.builder import Builder
 from ..ir.fx import arg, value
 from ..ir.sinking import sliced_early
-from .readout import Readout, Term, terms
+from .readout import Placed, Readout, terms
 from .signs import sign
 from .vectorize import Value
 
@@ -32,9 +32,9 @@ class Factors(NamedTuple):
     """A number times terms."""
 
     number: float
-    terms: list[Term]
+    terms: list[Placed]
 
-    def along(self, n: int) -> tuple[list[Term], list[Term]]:
+    def along(self, n: int) -> tuple[list[Placed], list[Placed]]:
         """Split the terms into those that run along an axis, and the others."""
         return [x for x in self.terms if n in x.spans()], [x for x in self.terms if n not in x.spans()]
 
@@ -48,8 +48,8 @@ class Decay(NamedTuple):
     """A decay as ``exp(rate * steps * rates) * rest``: steps depend on time or batch, rates do not."""
 
     rate: float
-    steps: list[Term]
-    rates: list[Term]
+    steps: list[Placed]
+    rates: list[Placed]
     rest: Factors
 
     @property
@@ -119,7 +119,7 @@ class Facts:
         power = self._exponent(powers[0]) if len(powers) == 1 else None
         return None if power is None else (power, Factors(self.a.number, others))
 
-    def _exponent(self, term: Term) -> Factors | None:
+    def _exponent(self, term: Placed) -> Factors | None:
         """Read a factor as the exponential of a product."""
         inner = unalias(term.node)
         if inner.target is not aten.exp.default or value(inner).dim() != len(term.state_axes):
@@ -127,12 +127,12 @@ class Facts:
         return Factors(*terms(self.emit, arg(inner, 0), term.state_axes))
 
     @cached_property
-    def keys(self) -> list[Term]:
+    def keys(self) -> list[Placed]:
         """The factors of `inputs` along ``n``."""
         return self.inputs.along(self.n)[0]
 
     @cached_property
-    def values(self) -> list[Term]:
+    def values(self) -> list[Placed]:
         """The other factors of `inputs`."""
         return self.inputs.along(self.n)[1]
 
@@ -145,12 +145,12 @@ class Facts:
         return Factors(self.b.number, left)
 
     @cached_property
-    def queries(self) -> list[Term]:
+    def queries(self) -> list[Placed]:
         """The factors of ``C`` along ``n``."""
         return Factors(1.0, self.read.others).along(self.n)[0]
 
     @cached_property
-    def rest(self) -> list[Term]:
+    def rest(self) -> list[Placed]:
         """The other factors of ``C``: they multiply ``y``."""
         return Factors(1.0, self.read.others).along(self.n)[1]
 
@@ -194,7 +194,7 @@ def read_facts(
     return Facts(emit, read, a, b, shape, initial, varies)
 
 
-def spans(*factors: Term) -> set[int]:
+def spans(*factors: Placed) -> set[int]:
     """Find the axes of the states that terms run along."""
     return {place for term in factors for place in term.spans()}
 

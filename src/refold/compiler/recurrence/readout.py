@@ -27,7 +27,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
-class Term:
+class Placed:
     """A factor: a node, and for each of its axes which axis of the states it runs along."""
 
     node: Node
@@ -38,14 +38,14 @@ class Term:
         return {place for place in self.state_axes if place is not None}
 
 
-def terms(emit: Builder, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
+def terms(emit: Builder, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Placed]]:
     """Split a value into factors as far as index notation sees them; (scale, factors).
 
     Index notation takes a product of two dtypes as it is. Here each side is split, and its factors are widened.
     """
     if not _is_mixed(node):
         return _split(emit, index(node), node, state_axes)
-    scale, found = 1.0, list[Term]()
+    scale, found = 1.0, list[Placed]()
     for side in node.all_input_nodes:
         number, parts = terms(emit, side, _own_axes(side, state_axes))
         scale, found = scale * number, found + [_cast(emit, term, value(node).dtype) for term in parts]
@@ -67,12 +67,14 @@ def _own_axes(side: Node, state_axes: tuple[int | None, ...]) -> tuple[int | Non
     return tuple(place if size != 1 else None for place, size in zip(own, shape, strict=True))
 
 
-def _cast(emit: Builder, term: Term, dtype: torch.dtype) -> Term:
-    return Term(emit.cast(term.node, dtype), term.state_axes)
+def _cast(emit: Builder, term: Placed, dtype: torch.dtype) -> Placed:
+    return Placed(emit.cast(term.node, dtype), term.state_axes)
 
 
-def _split(emit: Builder, product: Product, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
-    whole = (1.0, [Term(node, state_axes)])
+def _split(
+    emit: Builder, product: Product, node: Node, state_axes: tuple[int | None, ...]
+) -> tuple[float, list[Placed]]:
+    whole = (1.0, [Placed(node, state_axes)])
     where: dict[Any, int | None] = {}
     for label, place in zip(product.labels, state_axes, strict=True):
         axes = resolve(label)
@@ -80,7 +82,7 @@ def _split(emit: Builder, product: Product, node: Node, state_axes: tuple[int | 
             return whole
         where.update(dict.fromkeys(axes, place))
     scale = product.scale
-    found: list[Term] = []
+    found: list[Placed] = []
     for factor in product.factors:
         placed = _factor_terms(emit, factor, where, node)
         if placed is None:
@@ -91,16 +93,16 @@ def _split(emit: Builder, product: Product, node: Node, state_axes: tuple[int | 
 
 def _factor_terms(
     emit: Builder, factor: Factor, where: Mapping[Any, int | None], within: Node | None = None
-) -> tuple[float, list[Term]] | None:
+) -> tuple[float, list[Placed]] | None:
     """Split a factor further, given where its symbols run; None if it cannot be laid along axes of the states."""
     axes = factor.axes()
     if factor.pending or any(axis not in where for axis in axes):
         return None
     if any(len(resolve(label)) > 1 for label in factor.labels):  # a matrix product leaves batch and time as one axis
         split = emit.reshape(factor.node, [int(axis.size) for axis in axes])
-        return 1.0, [Term(split, tuple(where[axis] for axis in axes))]
+        return 1.0, [Placed(split, tuple(where[axis] for axis in axes))]
     state_axes = tuple(where[label[0]] if (label := resolve(own)) else None for own in factor.labels)
-    return (1.0, [Term(factor.node, state_axes)]) if factor.node is within else terms(emit, factor.node, state_axes)
+    return (1.0, [Placed(factor.node, state_axes)]) if factor.node is within else terms(emit, factor.node, state_axes)
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,10 @@ class Readout:
     node: Node
     summed: int
     scale: float
-    others: list[Term]
+    others: list[Placed]
     out: tuple[int | None, ...]
     exclusive: bool
-    extra_terms: list[tuple[float, list[Term]]]
+    extra_terms: list[tuple[float, list[Placed]]]
 
     def with_batch(self) -> Readout:
         """Return the same of states that have one more axis, of size one: a batch, after time."""
@@ -136,8 +138,8 @@ class Readout:
         )
 
 
-def _with_batch(factors: list[Term]) -> list[Term]:
-    return [Term(term.node, _later(term.state_axes)) for term in factors]
+def _with_batch(factors: list[Placed]) -> list[Placed]:
+    return [Placed(term.node, _later(term.state_axes)) for term in factors]
 
 
 def _later(places: tuple[int | None, ...]) -> tuple[int | None, ...]:
@@ -207,7 +209,7 @@ def find_readout(emit: Builder, node: Node, states: ScanStates) -> Readout | Non
     layout = [axis for label in product.labels for axis in resolve(label)]
     if len(bound) != 1 or any(axis not in where for axis in (*bound, *layout)) or where[bound[0]] == 0:
         return None  # a sum over time is not one of each state
-    scale, others = product.scale, list[Term]()
+    scale, others = product.scale, list[Placed]()
     for factor in product.factors:
         if factor is mine:
             continue
@@ -217,7 +219,7 @@ def find_readout(emit: Builder, node: Node, states: ScanStates) -> Readout | Non
         scale, others = scale * placed[0], others + placed[1]
     if rounded:
         others = [_cast(emit, term, value(mine.node).dtype) for term in others]
-    found = _multiplied_out(emit, scale, [Term(mine.node, state_axes), *others], states)
+    found = _multiplied_out(emit, scale, [Placed(mine.node, state_axes), *others], states)
     held = [product for product in found or [] if any(term.node in states.dependent for term in product[1])]
     if found is None or len(held) != 1:
         return None
@@ -242,8 +244,8 @@ def _before_rounding(node: Node) -> Product | None:
 
 
 def _multiplied_out(
-    emit: Builder, scale: float, factors: list[Term], states: ScanStates
-) -> list[tuple[float, list[Term]]] | None:
+    emit: Builder, scale: float, factors: list[Placed], states: ScanStates
+) -> list[tuple[float, list[Placed]]] | None:
     """Turn a product of sums that hold the states into a sum of products."""
     total = next((term for term in factors if term.node in states.dependent and term.node.target in _SUMS), None)
     if total is None:
@@ -251,7 +253,7 @@ def _multiplied_out(
     sides, others = total.node.args, [term for term in factors if term is not total]
     if total.node.kwargs or not all(isinstance(side, Node) for side in sides):
         return None
-    products: list[tuple[float, list[Term]]] = []
+    products: list[tuple[float, list[Placed]]] = []
     for side, sign in zip(sides, (1.0, -1.0 if total.node.target is aten.sub.Tensor else 1.0), strict=True):
         assert isinstance(side, Node)
         number, parts = terms(emit, side, _own_axes(side, total.state_axes))

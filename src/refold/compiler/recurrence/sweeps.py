@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.numba.blocks import Slot, share_out
+from ...ops.numba.blocks import ArgumentPlace, share_out
 from ...ops.numba.kernel import kernel
 from .systems import all_steps
 
@@ -49,11 +49,11 @@ def _prepared(
     rows, steps, *rest = inputs
     size, lanes, times = matrices[1], math.prod(rest), matrices[2]
     sizes = np.array([size, rows, steps, lanes, times, matrices[3:].numel()])
-    start = Slot(dtype, (size * lanes,)) if begins else np.empty(0, str(dtype).removeprefix("torch."))
-    whole, states = Slot(dtype, (inputs.numel(),)), Slot(wide, (2 * size * lanes,))
-    entries = Slot(torch.int64, (-(-lanes // LANES) * size * (size + 1),))
+    start = ArgumentPlace(dtype, (size * lanes,)) if begins else np.empty(0, str(dtype).removeprefix("torch."))
+    whole, states = ArgumentPlace(dtype, (inputs.numel(),)), ArgumentPlace(wide, (2 * size * lanes,))
+    entries = ArgumentPlace(torch.int64, (-(-lanes // LANES) * size * (size + 1),))
     copied = np.array(copies, np.int64)
-    given = (sizes, reverse, copied, Slot(dtype, (matrices.numel(),)), whole, start, whole, states, entries)
+    given = (sizes, reverse, copied, ArgumentPlace(dtype, (matrices.numel(),)), whole, start, whole, states, entries)
     sweep = share_out(_system, given, ((),), (0, lanes), LANES, rows * size * steps * lanes)
     return sweep, states.shape[0], entries.shape[0]
 
@@ -78,8 +78,8 @@ def _prepared_bounds(
     steps, *rest = shape
     lanes = math.prod(rest)
     none = np.empty(0, str(dtype).removeprefix("torch."))
-    operands = [Slot(dtype, (count * lanes,)) if count else none for count in counts]
-    state, whole = Slot(dtype, (lanes,)), Slot(dtype, (steps * lanes,))
+    operands = [ArgumentPlace(dtype, (count * lanes,)) if count else none for count in counts]
+    state, whole = ArgumentPlace(dtype, (lanes,)), ArgumentPlace(dtype, (steps * lanes,))
     if smooth:
         counts, operands = counts[1:3], operands[1:3]
     given = (np.array([steps, lanes, *counts]), *operands, state, whole, state)
@@ -98,8 +98,8 @@ def handed_back(share: Tensor, grad: Tensor) -> Tensor:
 def _prepared_adjoint(shape: torch.Size, dtype: torch.dtype) -> tuple[Callable[..., None], int]:
     steps, *rest = shape
     lanes = math.prod(rest)
-    whole = Slot(dtype, (steps * lanes,))
-    given = (np.array([steps, lanes]), whole, whole, whole, Slot(dtype, (lanes,)))
+    whole = ArgumentPlace(dtype, (steps * lanes,))
+    given = (np.array([steps, lanes]), whole, whole, whole, ArgumentPlace(dtype, (lanes,)))
     return share_out(_handed_back, given, ((),), (0, lanes), LANES, steps * lanes), lanes
 
 

@@ -66,7 +66,7 @@ class Value:
 _MAPPED = 24
 
 # A rule: (emitter, a step's node, its arguments with `Value`s for nodes, steps) -> node with time in front.
-Rule = Callable[[Builder, Node, list[Any], int], Node]
+BatchRule = Callable[[Builder, Node, list[Any], int], Node]
 
 
 def _dim(d: int, rank: int) -> int:
@@ -240,7 +240,7 @@ def _mapped(emit: Builder, node: Node, args: list[Any], steps: int) -> Any:
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.alias.default)
 
-BATCHING_RULES: dict[Any, Rule] = {
+BATCHING_RULES: dict[Any, BatchRule] = {
     **dict.fromkeys((*_CASTS, aten.detach.default), _pointwise),
     aten.unbind.int: _along_dim,
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten.cumsum.default), _along_dim),

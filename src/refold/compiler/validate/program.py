@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from ...errors import CompileError, first_line, warn
 from ...report import GraphReport
 from ...report.text import between
-from ...verify import Race, median_ms, profile, race
+from ...verify import Timing, median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA
 from ..compile_time import ORIGINAL_S, RIVAL_S, unrolled_seconds
@@ -299,7 +299,7 @@ def _time_all(
     )
 
 
-def _load_aside(report: GraphReport, result: Race, calls: tuple[int, int] | None) -> str:
+def _load_aside(report: GraphReport, result: Timing, calls: tuple[int, int] | None) -> str:
     """Say what speaks for a program that does not depend on what else the machine does; empty if nothing does.
 
     Args:
@@ -320,7 +320,7 @@ def _load_aside(report: GraphReport, result: Race, calls: tuple[int, int] | None
 
 def _raced(
     originals: dict[str, Compiled], ours: Callable[[], object], inputs: Sequence[Any], device: torch.device
-) -> tuple[dict[str, Callable[[], object]], dict[str, float], str, Race]:
+) -> tuple[dict[str, Callable[[], object]], dict[str, float], str, Timing]:
     """Race a program against the fastest of the originals; return all calls, their times, its name, and the race."""
     rivals = {name: _trial(run, inputs) for name, run in originals.items()}
     with undisturbed_rng(), apart():

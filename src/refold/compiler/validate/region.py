@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ...report.text import between
-from ...verify import Evidence, KindResult, Program, Race, check, profile, race
+from ...verify import Evidence, Function, KindResult, Timing, check, profile, race
 from ...verify.memory import available_bytes
 from ...verify.numerics import in_strides
 from ...verify.timing import DELTA, LOOKS, once_ms
@@ -38,7 +38,7 @@ FEW_OPERATIONS = 8
 
 
 @dataclass
-class Verdict:
+class Judgement:
     """What was found out about one rewrite; ``reason`` is empty if it stands.
 
     Attributes:
@@ -51,7 +51,7 @@ class Verdict:
 
     reason: str = ""
     evidence: Evidence | None = None
-    race: Race | None = None
+    race: Timing | None = None
     original_by: str = ""
     postponed: bool = False
 
@@ -61,7 +61,7 @@ class Verdict:
         return bool(self.reason) and self.race is not None and bool(self.race.busy)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
+    def from_dict(cls, data: Mapping[str, Any]) -> Judgement:
         """Return the verdict that ``dataclasses.asdict`` wrote.
 
         Raises:
@@ -70,7 +70,7 @@ class Verdict:
         evidence, timed = data["evidence"], data["race"]
         if evidence is not None:
             evidence = Evidence(**{**evidence, "kinds": [KindResult(**kind) for kind in evidence["kinds"]]})
-        timed = None if timed is None else Race(**timed)
+        timed = None if timed is None else Timing(**timed)
         return cls(data["reason"], evidence, timed, data["original_by"], data["postponed"])
 
 
@@ -80,7 +80,7 @@ def validate_region(
     options: Options,
     each: bool = False,
     evidence: Evidence | None = None,
-) -> Verdict:
+) -> Judgement:
     """Decide whether a rewrite is right and faster.
 
     Args:
@@ -90,7 +90,7 @@ def validate_region(
         each: Whether it is timed alone even if Inductor takes seconds to compile it for that.
         evidence: What a check of it found before; None if it was not checked.
     """
-    verdict = Verdict(evidence=evidence)
+    verdict = Judgement(evidence=evidence)
     actual = None if actual is None else [_as_traced(*pair) for pair in zip(_inputs(rewrite), actual, strict=True)]
     like = list(actual) if actual is not None else _examples(rewrite)
     if like is None:
@@ -105,9 +105,9 @@ def validate_region(
 
 
 def _decided(
-    verdict: Verdict, rewrite: Rewrite, actual: Sequence[Any] | None, like: list[Any], device: torch.device,
+    verdict: Judgement, rewrite: Rewrite, actual: Sequence[Any] | None, like: list[Any], device: torch.device,
     options: Options, each: bool,
-) -> Verdict:  # fmt: skip
+) -> Judgement:  # fmt: skip
     if options.verify == "quick" and verdict.evidence is None:
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
@@ -193,7 +193,7 @@ def _misdescribed(rewrite: Rewrite) -> str:
     return "" if same else f"its result has strides {tuple(new.stride())}, the original's {tuple(old.stride())}"
 
 
-def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
+def _programs(rewrite: Rewrite) -> tuple[Function, Function, Function, Function]:
     """Return the original, the candidate, the original in float64, and with float32 in place of float64.
 
     They take and return real numbers: a complex tensor has an axis for its parts, and each part is compared.
@@ -201,7 +201,7 @@ def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
     needed = rewrite.differentiated
     parts = [isinstance(x, torch.Tensor) and x.is_complex() for x in _inputs(rewrite)]
 
-    def program(gm: GraphModule, dtype: torch.dtype | None = None) -> Program:
+    def program(gm: GraphModule, dtype: torch.dtype | None = None) -> Function:
         def run(*given: Any) -> Any:
             xs = [torch.view_as_complex(x.contiguous()) if own else x for x, own in zip(given, parts, strict=True)]
             results = with_gradients(gm, xs, needed, dtype) if any(needed) else evaluate(gm, xs, dtype)
@@ -254,7 +254,7 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
 def _time(
     rewrite: Rewrite, baseline: GraphModule | None, inputs: Sequence[Any], device: torch.device, options: Options,
     looks: Sequence[int],
-) -> tuple[Race, str]:  # fmt: skip
+) -> tuple[Timing, str]:  # fmt: skip
     """Race the region against the fastest of its eager and compiled original, and what other rewrites make of it.
 
     What other rewrites make of it stands in for the compiled original: that one is in the race of the whole graph, and
@@ -282,7 +282,7 @@ def _time(
         run()
         if not originals:  # cannot be run at all the way it was: anything that runs is faster
             ms = once_ms(run, device)
-            return Race(inf, ms, inf, inf, inf, 0, True), "nothing (does not fit in memory)"
+            return Timing(inf, ms, inf, inf, inf, 0, True), "nothing (does not fit in memory)"
         name = min(times := first_times(originals, device), key=times.__getitem__)
         return race(originals[name], run, device, budget_s=TIMING_BUDGET_S, looks=looks, patient=False), name
 

@@ -16,7 +16,7 @@ from refold.ops.delta_rule import _torch
 from refold.ops.delta_rule import _triton_backward_kernels as kernels
 from refold.ops.delta_rule import _triton_kernels as forward
 from refold.ops.delta_rule._prologue import log_decay, log_decay_gradient, strength, strength_gradient
-from refold.ops.delta_rule._triton_forward import Chunks, cut, precisions, strides
+from refold.ops.delta_rule._triton_forward import ChunkPlan, cut, precisions, strides
 from refold.ops.delta_rule.spec import SPEC
 from refold.ops.delta_rule.tables import BACKWARD
 from refold.ops.torch import chunks as torch_chunks
@@ -108,8 +108,9 @@ class Backward:
         self, dy, q, k, v, g, beta, r, initial_state, cu_seqlens, *, scale, normalize, erase, chunk_size, config
     ) -> None:
         config = lookup(BACKWARD, v.device, v.dtype) | (config or {})
-        self.chunks = chunks = Chunks(q, k, v, g, beta, r, None, None, cu_seqlens, scale, normalize, None, None, erase,
-                                      chunk_size, config)  # fmt: skip
+        self.chunks = chunks = ChunkPlan(
+            q, k, v, g, beta, r, None, None, cu_seqlens, scale, normalize, None, None, erase, chunk_size, config
+        )
         self.keyed, self.erase = chunks.keyed, erase
         batch, seqlen, nheads, nvalues = v.shape
         ngroups, nkeys = q.shape[2:]

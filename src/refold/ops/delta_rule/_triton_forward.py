@@ -92,7 +92,7 @@ def delta_rule(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tens
     return Forward(**arguments)
 
 
-class Chunks:
+class ChunkPlan:
     """How one signature is cut into chunks, and the launches that prepare them."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Forward:
         self, *, q, k, v, g, beta, r, A_log, dt_bias, initial_state, cu_seqlens, scale, normalize, lower_bound,
         beta_limit, erase, chunk_size, config=None,
     ) -> None:  # fmt: skip
-        self.chunks = chunks = Chunks(q, k, v, g, beta, r, A_log, dt_bias, cu_seqlens, scale, normalize, lower_bound,
+        self.chunks = chunks = ChunkPlan(q, k, v, g, beta, r, A_log, dt_bias, cu_seqlens, scale, normalize, lower_bound,
                                       beta_limit, erase, chunk_size, config)  # fmt: skip
         _, seqlen, nheads, nvalues = v.shape
         ngroups, nkeys = q.shape[2:]

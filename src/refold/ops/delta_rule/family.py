@@ -16,7 +16,7 @@ from refold.ops.delta_rule import delta_rule
 __all__ = ["delta_product", "gated_delta_rule", "gla", "kda", "rwkv7"]
 
 
-class Options(TypedDict, Generic[Array], total=False):
+class FamilyArguments(TypedDict, Generic[Array], total=False):
     """The arguments of `refold.ops.delta_rule` that the layers of the family leave as they are."""
 
     A_log: Array
@@ -33,7 +33,7 @@ class Options(TypedDict, Generic[Array], total=False):
 
 
 def gated_delta_rule(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[Options[Array]]
+    q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[FamilyArguments[Array]]
 ) -> tuple[Array, Array]:
     """Compute the gated delta rule of gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-hybrid).
 
@@ -68,7 +68,9 @@ def gated_delta_rule(
     return delta_rule(q, k, v, g=g, beta=beta, **options)
 
 
-def kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[Options[Array]]) -> tuple[Array, Array]:
+def kda(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[FamilyArguments[Array]]
+) -> tuple[Array, Array]:
     """Compute Kimi delta attention: the gated delta rule with one decay per key.
 
     Args:
@@ -100,7 +102,9 @@ def kda(q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[O
     return delta_rule(q, k, v, g=g, beta=beta, **options)
 
 
-def gla(q: Array, k: Array, v: Array, g: Array | None = None, **options: Unpack[Options[Array]]) -> tuple[Array, Array]:
+def gla(
+    q: Array, k: Array, v: Array, g: Array | None = None, **options: Unpack[FamilyArguments[Array]]
+) -> tuple[Array, Array]:
     """Compute gated linear attention: ``S = exp(g) S + k ⊗ v; y = scale Sᵀq``; nothing is erased.
 
     Args:
@@ -127,7 +131,7 @@ def gla(q: Array, k: Array, v: Array, g: Array | None = None, **options: Unpack[
 
 
 def delta_product(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[Options[Array]]
+    q: Array, k: Array, v: Array, g: Array, beta: Array, **options: Unpack[FamilyArguments[Array]]
 ) -> tuple[Array, Array]:
     """Compute DeltaProduct: m delta rules per token, one after the other, and one query after the last.
 
@@ -169,7 +173,7 @@ def delta_product(
 
 
 def rwkv7(
-    q: Array, w: Array, k: Array, v: Array, a: Array, b: Array, **options: Unpack[Options[Array]]
+    q: Array, w: Array, k: Array, v: Array, a: Array, b: Array, **options: Unpack[FamilyArguments[Array]]
 ) -> tuple[Array, Array]:
     """Compute the recurrence of RWKV-7, the diagonal plus a matrix of rank one, with an unconditional write.
 
@@ -232,7 +236,7 @@ def _spread(array: Any, zeros: int, before: bool) -> Any:
     return _interleave(*(none if before else []), array, *([] if before else none))
 
 
-def _longer(options: Options[Array], writes: int) -> Options[Array]:
+def _longer(options: FamilyArguments[Array], writes: int) -> FamilyArguments[Array]:
     """Count offsets in writes."""
     offsets = options.get("cu_seqlens")
     return options if offsets is None else {**options, "cu_seqlens": offsets * writes}

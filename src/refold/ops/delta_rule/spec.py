@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Case, Meta, OpSpec, Option, Output, positive_int
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Example, Meta, OpSpec, Option, Output, positive_int
 
 CHUNK = 8  # Of the test cases: small, so that every border is crossed at lengths an interpreter can walk.
 
@@ -106,7 +106,7 @@ _FUSED = {"normalize": True, "beta_limit": 2.0}
 _PER_KEY = {"g": 1, "dt_bias": 1}
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[Example]:
     def sizes(t: int, **changed: int) -> dict[str, int]:
         return {"b": 2, "t": t, "h": 4, "p": 5, "g": 2, "n": 6, **changed}
 
@@ -115,53 +115,53 @@ def _cases() -> list[Case]:
     state = frozenset({"initial_state"})
     cases = []
     for t in (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1):
-        cases.append(Case(f"all_t{t}", sizes(t), _ALL, fused))
+        cases.append(Example(f"all_t{t}", sizes(t), _ALL, fused))
     for t in (1, CHUNK + 1, 3 * CHUNK + 1):
-        cases.append(Case(f"per_key_t{t}", sizes(t), _ALL, fused, layout=_PER_KEY))
+        cases.append(Example(f"per_key_t{t}", sizes(t), _ALL, fused, layout=_PER_KEY))
     t = 2 * CHUNK + 1
     return [
         *cases,
-        Case("plain", sizes(t), options=plain),
-        Case("delta", sizes(t), state | {"beta"}, plain),
-        Case("gated", sizes(t), state | _GATED, {**plain, "scale": -0.5}),
-        Case("gated_per_key", sizes(t), state | _GATED, plain, layout=_PER_KEY),
-        Case("bounded", sizes(t), _ALL, bounded),
-        Case("bounded_per_key", sizes(t), _ALL, bounded, layout=_PER_KEY),
-        Case("bounded_plain", sizes(t), state | _GATED, {**plain, "lower_bound": -5.0}),
-        Case("bias_of_a_head", sizes(t), _ALL, fused, layout={"g": 1}),
-        Case("read_keys", sizes(t), _ALL | {"r"}, fused),
-        Case("read_keys_per_key", sizes(t), _ALL | {"r"}, plain, layout=_PER_KEY),
-        Case("linear", sizes(t), state, {**plain, "erase": False}),
-        Case("linear_gated", sizes(t), state | _GATED, {**plain, "erase": False}),
-        Case("linear_per_key", sizes(t), state | {"g"}, {**plain, "erase": False}, layout=_PER_KEY),
-        Case("one_group", sizes(t, g=1), _ALL, fused),
-        Case("group_a_head", sizes(t, g=4), _ALL, fused, layout=_PER_KEY),
-        Case("size_one", sizes(t, b=1, h=1, p=1, g=1, n=1), state | _GATED, {**plain, "erase": False}),
-        Case("odd_chunk", sizes(20, p=3, n=7), _ALL, {**fused, "chunk_size": 7}, layout=_PER_KEY),
-        Case("default_chunk", sizes(150, b=1), _ALL, _FUSED),
-        Case("default_chunk_per_key", sizes(150, b=1), _ALL, _FUSED, layout=_PER_KEY),
-        Case("strided", sizes(t), _ALL | {"r"}, fused, layout=_PER_KEY, strided=True),
-        Case("strided_per_head", sizes(t), _ALL, fused, strided=True),
-        Case("packed", sizes(35, b=1), _ALL, fused, lengths=(1, CHUNK + 1, CHUNK, 2 * CHUNK + 1)),
-        Case("packed_per_key", sizes(35, b=1), _ALL, fused, (CHUNK, 1, 2 * CHUNK + 1, CHUNK + 1), _PER_KEY),
-        Case("packed_empty", sizes(15, b=1), _ALL, fused, lengths=(0, 5, 0, 1, 9)),
-        Case("packed_linear", sizes(20, b=1), frozenset({"g"}), {**plain, "erase": False}, lengths=(3, 17)),
+        Example("plain", sizes(t), options=plain),
+        Example("delta", sizes(t), state | {"beta"}, plain),
+        Example("gated", sizes(t), state | _GATED, {**plain, "scale": -0.5}),
+        Example("gated_per_key", sizes(t), state | _GATED, plain, layout=_PER_KEY),
+        Example("bounded", sizes(t), _ALL, bounded),
+        Example("bounded_per_key", sizes(t), _ALL, bounded, layout=_PER_KEY),
+        Example("bounded_plain", sizes(t), state | _GATED, {**plain, "lower_bound": -5.0}),
+        Example("bias_of_a_head", sizes(t), _ALL, fused, layout={"g": 1}),
+        Example("read_keys", sizes(t), _ALL | {"r"}, fused),
+        Example("read_keys_per_key", sizes(t), _ALL | {"r"}, plain, layout=_PER_KEY),
+        Example("linear", sizes(t), state, {**plain, "erase": False}),
+        Example("linear_gated", sizes(t), state | _GATED, {**plain, "erase": False}),
+        Example("linear_per_key", sizes(t), state | {"g"}, {**plain, "erase": False}, layout=_PER_KEY),
+        Example("one_group", sizes(t, g=1), _ALL, fused),
+        Example("group_a_head", sizes(t, g=4), _ALL, fused, layout=_PER_KEY),
+        Example("size_one", sizes(t, b=1, h=1, p=1, g=1, n=1), state | _GATED, {**plain, "erase": False}),
+        Example("odd_chunk", sizes(20, p=3, n=7), _ALL, {**fused, "chunk_size": 7}, layout=_PER_KEY),
+        Example("default_chunk", sizes(150, b=1), _ALL, _FUSED),
+        Example("default_chunk_per_key", sizes(150, b=1), _ALL, _FUSED, layout=_PER_KEY),
+        Example("strided", sizes(t), _ALL | {"r"}, fused, layout=_PER_KEY, strided=True),
+        Example("strided_per_head", sizes(t), _ALL, fused, strided=True),
+        Example("packed", sizes(35, b=1), _ALL, fused, lengths=(1, CHUNK + 1, CHUNK, 2 * CHUNK + 1)),
+        Example("packed_per_key", sizes(35, b=1), _ALL, fused, (CHUNK, 1, 2 * CHUNK + 1, CHUNK + 1), _PER_KEY),
+        Example("packed_empty", sizes(15, b=1), _ALL, fused, lengths=(0, 5, 0, 1, 9)),
+        Example("packed_linear", sizes(20, b=1), frozenset({"g"}), {**plain, "erase": False}, lengths=(3, 17)),
     ]
 
 
-def _step_cases() -> list[Case]:
+def _step_cases() -> list[Example]:
     sizes = {"b": 3, "h": 4, "p": 5, "g": 2, "n": 6}
     every = _ALL - {"initial_state"}
     return [
-        Case("plain", sizes),
-        Case("all", sizes, every, _FUSED),
-        Case("per_key", sizes, every, {**_FUSED, "lower_bound": -5.0}, layout=_PER_KEY),
-        Case("read_keys", sizes, _GATED | {"r"}),
-        Case("linear", sizes, frozenset({"g"}), {"erase": False}, layout=_PER_KEY),
-        Case("one_group", {**sizes, "g": 1}, every, _FUSED),
-        Case("one_token", {**sizes, "t": 1}, every, _FUSED),
-        Case("few_tokens", {**sizes, "t": 4}, every | {"r"}, _FUSED, layout=_PER_KEY),
-        Case("strided", {**sizes, "t": 3}, every, _FUSED, strided=True),
+        Example("plain", sizes),
+        Example("all", sizes, every, _FUSED),
+        Example("per_key", sizes, every, {**_FUSED, "lower_bound": -5.0}, layout=_PER_KEY),
+        Example("read_keys", sizes, _GATED | {"r"}),
+        Example("linear", sizes, frozenset({"g"}), {"erase": False}, layout=_PER_KEY),
+        Example("one_group", {**sizes, "g": 1}, every, _FUSED),
+        Example("one_token", {**sizes, "t": 1}, every, _FUSED),
+        Example("few_tokens", {**sizes, "t": 4}, every | {"r"}, _FUSED, layout=_PER_KEY),
+        Example("strided", {**sizes, "t": 3}, every, _FUSED, strided=True),
     ]
 
 
@@ -183,7 +183,7 @@ SPEC = OpSpec(
     carry=_carry,
     form="scan with decay and correction, contracted",
     complete="per_key_t9",
-    layer=Case(
+    layer=Example(
         "layer",
         {"b": 1, "t": 2048, "h": 4, "p": 64, "g": 2, "n": 64},
         _ALL,

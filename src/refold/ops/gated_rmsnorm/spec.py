@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from refold.ops.spec import Arg, Case, Meta, OpSpec, Option, Output, positive_int
+from refold.ops.spec import Arg, Example, Meta, OpSpec, Option, Output, positive_int
 
 
 def _constraints(meta: Meta) -> Iterator[str]:
@@ -19,19 +19,19 @@ def _flops(sizes: Mapping[str, Any]) -> int:
     return 8 * math.prod(sizes["*"]) * sizes["d"]
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[Example]:
     sizes, gate, eps = {"*": (2, 7), "d": 12}, frozenset({"z"}), {"eps": 1e-5}
     return [
-        Case("plain", sizes, options=eps),
-        Case("gate", sizes, gate, eps),
-        Case("norm_before_gate", sizes, gate, {**eps, "norm_before_gate": True}),
-        Case("groups", sizes, gate, {**eps, "group_size": 4}),
-        Case("groups_norm_before_gate", sizes, gate, {**eps, "group_size": 3, "norm_before_gate": True}),
-        Case("large_eps", sizes, gate, {"eps": 0.5}),
-        Case("no_leading", {"*": (), "d": 7}, gate, eps),
-        Case("size_one", {"*": (3,), "d": 1}, gate, {"eps": 0.5}),  # with less, dx is nothing but what cancels
-        Case("wide", {"*": (3,), "d": 1030}, gate, eps),
-        Case("strided", sizes, gate, eps, strided=True),
+        Example("plain", sizes, options=eps),
+        Example("gate", sizes, gate, eps),
+        Example("norm_before_gate", sizes, gate, {**eps, "norm_before_gate": True}),
+        Example("groups", sizes, gate, {**eps, "group_size": 4}),
+        Example("groups_norm_before_gate", sizes, gate, {**eps, "group_size": 3, "norm_before_gate": True}),
+        Example("large_eps", sizes, gate, {"eps": 0.5}),
+        Example("no_leading", {"*": (), "d": 7}, gate, eps),
+        Example("size_one", {"*": (3,), "d": 1}, gate, {"eps": 0.5}),  # with less, dx is nothing but what cancels
+        Example("wide", {"*": (3,), "d": 1030}, gate, eps),
+        Example("strided", sizes, gate, eps, strided=True),
     ]
 
 
@@ -52,6 +52,6 @@ SPEC = OpSpec(
     constraints=_constraints,
     form="gated norm",
     complete="gate",
-    layer=Case("layer", {"*": (1024,), "d": 1024}, frozenset({"z"}), {"eps": 1e-5}),
+    layer=Example("layer", {"*": (1024,), "d": 1024}, frozenset({"z"}), {"eps": 1e-5}),
     wide_sizes={"d": 1536},
 )

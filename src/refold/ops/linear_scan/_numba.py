@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from refold.ops.linear_scan.spec import SPEC
-from refold.ops.numba.blocks import Slot, share_out, spans_of, supports, zeros_or_copy
+from refold.ops.numba.blocks import ArgumentPlace, share_out, spans_of, supports, zeros_or_copy
 from refold.ops.numba.kernel import Kernel, kernel
 from refold.ops.torch.plans import planned
 
@@ -81,12 +81,12 @@ def _cut(
     """Make a function of the offsets of sequences: their number, and the sweep over them."""
     batch, seqlen, *rest = x.shape
     elements = math.prod(rest)
-    flat = Slot(torch.float32, (batch, seqlen, elements))
-    marks = _NOTHING if reset is None else Slot(torch.bool, flat.shape)
+    flat = ArgumentPlace(torch.float32, (batch, seqlen, elements))
+    marks = _NOTHING if reset is None else ArgumentPlace(torch.bool, flat.shape)
 
     def cut(offsets: Tensor | None) -> tuple[int, Callable[..., None]]:
         spans = spans_of("linear_scan", batch, seqlen, offsets)
-        given = (marks, reverse, flat, flat, flat, *[Slot(torch.float32, (len(spans), elements))] * states)
+        given = (marks, reverse, flat, flat, flat, *[ArgumentPlace(torch.float32, (len(spans), elements))] * states)
         return len(spans), share_out(kernel, given, spans, (0, elements), CHANNELS, math.prod(flat.shape))
 
     if cu_seqlens is not None:  # values, which a signature does not hold

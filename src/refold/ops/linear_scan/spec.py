@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import BOOL, CU_SEQLENS, INTEGERS, Arg, Carry, Case, OpSpec, Option, Output
+from refold.ops.spec import BOOL, CU_SEQLENS, INTEGERS, Arg, Carry, Example, OpSpec, Option, Output
 
 
 def decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -25,7 +25,7 @@ def _flops(sizes: Mapping[str, Any]) -> int:
     return 2 * sizes["b"] * sizes["t"] * math.prod(sizes["*"])
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[Example]:
     def sizes(t: int, rest: tuple[int, ...] = (3, 5), b: int = 2) -> dict[str, Any]:
         return {"b": b, "t": t, "*": rest}
 
@@ -33,25 +33,25 @@ def _cases() -> list[Case]:
     resetting = initial | {"reset"}
     cases = []
     for t in (1, 2, 15, 16, 17, 33, 300):
-        cases += [Case(f"t{t}", sizes(t), initial), Case(f"reverse_t{t}", sizes(t), initial, reverse)]
+        cases += [Example(f"t{t}", sizes(t), initial), Example(f"reverse_t{t}", sizes(t), initial, reverse)]
     return [
         *cases,
-        Case("plain", sizes(19)),
-        Case("no_trailing", sizes(19, ()), initial),
-        Case("one_trailing", sizes(19, (7,)), initial),
-        Case("wide", sizes(40, (4100,), b=1), initial),
-        Case("strided", sizes(19), initial, strided=True),
-        Case("reset", sizes(33), resetting),
-        Case("reset_reverse", sizes(33), resetting, reverse),
-        Case("reset_long", sizes(300), resetting),
-        Case("reset_wide", sizes(12, (4100,), b=1), resetting),
-        Case("reset_strided", sizes(19), resetting, strided=True),
-        Case("reset_packed", sizes(35, b=1), resetting, lengths=(1, 9, 8, 17)),
-        Case("reset_packed_reverse", sizes(35, b=1), resetting, reverse, lengths=(1, 9, 8, 17)),
-        Case("packed", sizes(35, b=1), initial, lengths=(1, 9, 8, 17)),
-        Case("packed_reverse", sizes(35, b=1), initial, reverse, lengths=(1, 9, 8, 17)),
-        Case("packed_empty", sizes(15, b=1), initial, lengths=(0, 5, 0, 1, 9)),
-        Case("packed_plain", sizes(20, b=1), lengths=(3, 17)),
+        Example("plain", sizes(19)),
+        Example("no_trailing", sizes(19, ()), initial),
+        Example("one_trailing", sizes(19, (7,)), initial),
+        Example("wide", sizes(40, (4100,), b=1), initial),
+        Example("strided", sizes(19), initial, strided=True),
+        Example("reset", sizes(33), resetting),
+        Example("reset_reverse", sizes(33), resetting, reverse),
+        Example("reset_long", sizes(300), resetting),
+        Example("reset_wide", sizes(12, (4100,), b=1), resetting),
+        Example("reset_strided", sizes(19), resetting, strided=True),
+        Example("reset_packed", sizes(35, b=1), resetting, lengths=(1, 9, 8, 17)),
+        Example("reset_packed_reverse", sizes(35, b=1), resetting, reverse, lengths=(1, 9, 8, 17)),
+        Example("packed", sizes(35, b=1), initial, lengths=(1, 9, 8, 17)),
+        Example("packed_reverse", sizes(35, b=1), initial, reverse, lengths=(1, 9, 8, 17)),
+        Example("packed_empty", sizes(15, b=1), initial, lengths=(0, 5, 0, 1, 9)),
+        Example("packed_plain", sizes(20, b=1), lengths=(3, 17)),
     ]
 
 
@@ -74,6 +74,6 @@ SPEC = OpSpec(
     form="elementwise scan",
     narrowed=(("x",), ("a",)),
     complete="t17",
-    layer=Case("layer", {"b": 1, "t": 4096, "*": (64,)}, frozenset({"initial_state"})),
+    layer=Example("layer", {"b": 1, "t": 4096, "*": (64,)}, frozenset({"initial_state"})),
     wide_sizes={"*": (96,)},
 )

@@ -43,7 +43,7 @@ def spans_of(op: str, batch: int, seqlen: int, cu_seqlens: Tensor | None) -> tup
     return tuple((0, start, stop, k) for k, (start, stop) in enumerate(pairwise(read_offsets(op, cu_seqlens, seqlen))))
 
 
-class Slot(NamedTuple):
+class ArgumentPlace(NamedTuple):
     """The place of a contiguous tensor that each call brings."""
 
     dtype: torch.dtype
@@ -94,7 +94,7 @@ def share_out(
     Returns:
         A function of the tensors, which must be contiguous.
     """
-    places = {i: tuple(x.shape) for i, x in enumerate(given) if isinstance(x, Slot | Tensor)}
+    places = {i: tuple(x.shape) for i, x in enumerate(given) if isinstance(x, ArgumentPlace | Tensor)}
     others = [None if i in places else x for i, x in enumerate(given)]
     blocks = _blocks(spans, edges, width)
     most = min(len(blocks), updates // UPDATES_A_THREAD)

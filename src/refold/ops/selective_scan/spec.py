@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Case, Meta, OpSpec, Output
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Example, Meta, OpSpec, Output
 from refold.ops.ssd.spec import DT_SOFTPLUS, STATE_DTYPE, decay_rates, step_sizes
 
 BLOCK = 16  # The lengths of the test cases lie around multiples of the time blocks of the implementations.
@@ -43,41 +43,41 @@ def _flops(sizes: Mapping[str, Any]) -> int:
     return 7 * sizes["b"] * sizes.get("t", 1) * sizes["d"] * sizes["n"]
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[Example]:
     def sizes(t: int, **changed: int) -> dict[str, int]:
         return {"b": 2, "t": t, "d": 6, "n": 4, "g": 2, **changed}
 
     every = frozenset({"D", "z", "dt_bias", "decay", "initial_state"})
     softplus, grouped = {"dt_softplus": True}, {"B": 1, "C": 1}
-    cases = [Case(f"plain_t{t}", sizes(t)) for t in (1, BLOCK + 1)]
+    cases = [Example(f"plain_t{t}", sizes(t)) for t in (1, BLOCK + 1)]
     for t in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 65):
-        cases.append(Case(f"all_t{t}", sizes(t), every, softplus))
+        cases.append(Example(f"all_t{t}", sizes(t), every, softplus))
     t = BLOCK + 3
-    cases += [Case(f"only_{name}", sizes(t), frozenset({name})) for name in sorted(every)]
+    cases += [Example(f"only_{name}", sizes(t), frozenset({name})) for name in sorted(every)]
     cases += [
-        Case("only_dt_softplus", sizes(t), options=softplus),
-        Case("groups", sizes(t), every, softplus, layout=grouped),
-        Case("groups_of_B_only", sizes(t), every, softplus, layout={"B": 1}),
-        Case("group_a_channel", sizes(t, g=6), every, softplus, layout=grouped),
-        Case("size_one", sizes(t, b=1, d=1, n=1, g=1), every, softplus),
-        Case("long", sizes(300, b=1, d=3, n=2), every, softplus),
-        Case("strided", sizes(t), every, softplus, layout=grouped, strided=True),
-        Case("packed", sizes(51, b=1), every, softplus, lengths=(1, BLOCK + 1, BLOCK, BLOCK + 1)),
-        Case("packed_empty", sizes(15, b=1), every, softplus, lengths=(0, 5, 0, 1, 9), layout=grouped),
-        Case("packed_plain", sizes(20, b=1), lengths=(3, 17)),
+        Example("only_dt_softplus", sizes(t), options=softplus),
+        Example("groups", sizes(t), every, softplus, layout=grouped),
+        Example("groups_of_B_only", sizes(t), every, softplus, layout={"B": 1}),
+        Example("group_a_channel", sizes(t, g=6), every, softplus, layout=grouped),
+        Example("size_one", sizes(t, b=1, d=1, n=1, g=1), every, softplus),
+        Example("long", sizes(300, b=1, d=3, n=2), every, softplus),
+        Example("strided", sizes(t), every, softplus, layout=grouped, strided=True),
+        Example("packed", sizes(51, b=1), every, softplus, lengths=(1, BLOCK + 1, BLOCK, BLOCK + 1)),
+        Example("packed_empty", sizes(15, b=1), every, softplus, lengths=(0, 5, 0, 1, 9), layout=grouped),
+        Example("packed_plain", sizes(20, b=1), lengths=(3, 17)),
     ]
     return cases
 
 
-def _step_cases() -> list[Case]:
+def _step_cases() -> list[Example]:
     sizes = {"b": 3, "d": 6, "n": 4, "g": 2}
     every, softplus, grouped = frozenset({"D", "z", "dt_bias", "decay"}), {"dt_softplus": True}, {"B": 1, "C": 1}
     return [
-        Case("plain", sizes),
-        Case("all", sizes, every, softplus),
-        Case("groups", sizes, every, softplus, layout=grouped),
-        Case("few_tokens", {**sizes, "t": 4}, every, softplus),
-        Case("few_tokens_groups", {**sizes, "t": 3}, every, softplus, layout=grouped, strided=True),
+        Example("plain", sizes),
+        Example("all", sizes, every, softplus),
+        Example("groups", sizes, every, softplus, layout=grouped),
+        Example("few_tokens", {**sizes, "t": 4}, every, softplus),
+        Example("few_tokens_groups", {**sizes, "t": 3}, every, softplus, layout=grouped, strided=True),
     ]
 
 
@@ -100,7 +100,7 @@ SPEC = OpSpec(
     form="elementwise scan, contracted",
     narrowed=(("x",), ("B", "C")),
     complete="all_t17",
-    layer=Case(
+    layer=Example(
         "layer",
         {"b": 1, "t": 2048, "d": 64, "n": 16},
         frozenset({"D", "z", "dt_bias", "initial_state"}),

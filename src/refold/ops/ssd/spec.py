@@ -13,7 +13,7 @@ from refold.ops.spec import (
     INTEGERS,
     Arg,
     Carry,
-    Case,
+    Example,
     Meta,
     OpSpec,
     Option,
@@ -76,47 +76,47 @@ def _flops(sizes: Mapping[str, Any]) -> int:
     return 5 * sizes["b"] * sizes.get("t", 1) * sizes["h"] * sizes["p"] * sizes["n"]
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[Example]:
     def sizes(t: int, **changed: int) -> dict[str, int]:
         return {"b": 2, "t": t, "h": 4, "p": 5, "g": 2, "n": 6, **changed}
 
     every = EVERY
     options = {"dt_softplus": True, "dt_limit": (0.55, 1.0), "chunk_size": CHUNK}
     plain = {"chunk_size": CHUNK}
-    cases = [Case(f"plain_t{t}", sizes(t), options=plain) for t in (1, CHUNK + 1)]
+    cases = [Example(f"plain_t{t}", sizes(t), options=plain) for t in (1, CHUNK + 1)]
     for t in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 1, 3 * CHUNK):
-        cases.append(Case(f"all_t{t}", sizes(t), every, options))
+        cases.append(Example(f"all_t{t}", sizes(t), every, options))
     t = 2 * CHUNK + 1
-    cases += [Case(f"only_{name}", sizes(t), frozenset({name}), plain) for name in sorted(every)]
+    cases += [Example(f"only_{name}", sizes(t), frozenset({name}), plain) for name in sorted(every)]
     cases += [
-        Case("only_dt_softplus", sizes(t), options={"dt_softplus": True, **plain}),
-        Case("only_dt_limit", sizes(t), options={"dt_limit": (0.2, 0.5), **plain}),
-        Case("D_per_channel", sizes(t), frozenset({"D"}), plain, layout={"D": 1}),
-        Case("one_group", sizes(t, g=1), every, options),
-        Case("group_a_head", sizes(t, g=4), every, options),
-        Case("size_one", sizes(t, b=1, h=1, p=1, g=1, n=1), every, options),
-        Case("odd_chunk", sizes(20, p=3, n=7), every, {**options, "chunk_size": 7}),
-        Case("default_chunk", sizes(150, b=1), every, {"dt_softplus": True}),
-        Case("strided", sizes(t), every, options, strided=True),
-        Case("packed", sizes(35, b=1), every, options, lengths=(1, CHUNK + 1, CHUNK, 2 * CHUNK + 1)),
-        Case("packed_empty", sizes(15, b=1), every, options, lengths=(0, 5, 0, 1, 9)),
-        Case("packed_plain", sizes(20, b=1), options=plain, lengths=(3, 17)),
-        Case("packed_one", sizes(t, b=1), every, {"dt_softplus": True}, lengths=(t,)),
+        Example("only_dt_softplus", sizes(t), options={"dt_softplus": True, **plain}),
+        Example("only_dt_limit", sizes(t), options={"dt_limit": (0.2, 0.5), **plain}),
+        Example("D_per_channel", sizes(t), frozenset({"D"}), plain, layout={"D": 1}),
+        Example("one_group", sizes(t, g=1), every, options),
+        Example("group_a_head", sizes(t, g=4), every, options),
+        Example("size_one", sizes(t, b=1, h=1, p=1, g=1, n=1), every, options),
+        Example("odd_chunk", sizes(20, p=3, n=7), every, {**options, "chunk_size": 7}),
+        Example("default_chunk", sizes(150, b=1), every, {"dt_softplus": True}),
+        Example("strided", sizes(t), every, options, strided=True),
+        Example("packed", sizes(35, b=1), every, options, lengths=(1, CHUNK + 1, CHUNK, 2 * CHUNK + 1)),
+        Example("packed_empty", sizes(15, b=1), every, options, lengths=(0, 5, 0, 1, 9)),
+        Example("packed_plain", sizes(20, b=1), options=plain, lengths=(3, 17)),
+        Example("packed_one", sizes(t, b=1), every, {"dt_softplus": True}, lengths=(t,)),
     ]
     return cases
 
 
-def _step_cases() -> list[Case]:
+def _step_cases() -> list[Example]:
     sizes = {"b": 3, "h": 4, "p": 5, "g": 2, "n": 6}
     every, options = frozenset({"D", "z", "dt_bias"}), {"dt_softplus": True, "dt_limit": (0.55, 1.0)}
     return [
-        Case("plain", sizes),
-        Case("all", sizes, every, options),
-        Case("one_group", {**sizes, "g": 1}, every, options),
-        Case("D_per_channel", sizes, frozenset({"D"}), layout={"D": 1}),
-        Case("one_token", {**sizes, "t": 1}, every, options),
-        Case("few_tokens", {**sizes, "t": 4}, every, options),
-        Case("strided", {**sizes, "t": 3}, every, options, strided=True),
+        Example("plain", sizes),
+        Example("all", sizes, every, options),
+        Example("one_group", {**sizes, "g": 1}, every, options),
+        Example("D_per_channel", sizes, frozenset({"D"}), layout={"D": 1}),
+        Example("one_token", {**sizes, "t": 1}, every, options),
+        Example("few_tokens", {**sizes, "t": 4}, every, options),
+        Example("strided", {**sizes, "t": 3}, every, options, strided=True),
     ]
 
 
@@ -139,7 +139,7 @@ SPEC = OpSpec(
     form="scan with one decay per head, contracted",
     narrowed=(("x", "B", "C"), ()),
     complete="all_t9",
-    layer=Case("layer", {"b": 1, "t": 2048, "h": 4, "p": 64, "g": 1, "n": 64}, EVERY, {"dt_softplus": True}),
+    layer=Example("layer", {"b": 1, "t": 2048, "h": 4, "p": 64, "g": 1, "n": 64}, EVERY, {"dt_softplus": True}),
     wide_sizes={"h": 4, "p": 64, "n": 128},
 )
 

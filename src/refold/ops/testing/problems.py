@@ -1,4 +1,4 @@
-"""Test problems: the arrays of a Case in float64, holding only values that the tested dtype can represent.
+"""Test problems: the arrays of an `Example` in float64, holding only values that the tested dtype can represent.
 
 So the reference and the implementation see the same numbers, and differ only by rounding inside the implementation.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import CU_SEQLENS, Arg, ArrayMeta, Case, Meta, OpSpec, shape_of
+from refold.ops.spec import CU_SEQLENS, Arg, ArrayMeta, Example, Meta, OpSpec, shape_of
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -24,7 +24,7 @@ class Problem:
     """One call: a spec, its case, the inputs, and the dtype of the activations."""
 
     spec: OpSpec
-    case: Case
+    case: Example
     dtype: str
     arrays: dict[str, np.ndarray]
     options: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Problem:
         return EPS[self.dtype] + 4.0 * accumulation * self.growth()
 
 
-def problem(spec: OpSpec, case: Case, dtype: str = "float32") -> Problem:
+def problem(spec: OpSpec, case: Example, dtype: str = "float32") -> Problem:
     """Return the inputs of a case; the same ones every time."""
     rng = np.random.default_rng(zlib.crc32(f"{spec.name}-{case.name}".encode()))
     sizes = dict(case.sizes)
@@ -127,5 +127,5 @@ def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
     return values.astype(dtype).astype(np.float64)
 
 
-def _layout(arg: Arg, case: Case) -> str:
+def _layout(arg: Arg, case: Example) -> str:
     return arg.axes[case.layout.get(arg.name, 0)]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import refold
-from refold.verify import Race
+from refold.verify import Timing
 from refold.verify.numerics import unit_roundoff
 from support.chunked import (
     BATCH,
@@ -255,7 +255,7 @@ def test_compiled_and_proven():
 )
 def test_a_tie_goes_to_the_contractions_if_there_are_any(monkeypatch, listing, stands):
     torch._dynamo.reset()
-    tie = Race(speedup=1.0, base_ms=1.0, candidate_ms=1.0, at_least=0.9, at_most=1.1, pairs=9, faster=False)
+    tie = Timing(speedup=1.0, base_ms=1.0, candidate_ms=1.0, at_least=0.9, at_most=1.1, pairs=9, faster=False)
     monkeypatch.setattr("refold.compiler.validate.region.clearly_less", lambda *args: False)  # else there is no race
     monkeypatch.setattr("refold.compiler.validate.region.race", lambda *args, **kwargs: tie)
     monkeypatch.setattr("refold.compiler.validate.region.compile_or_none", lambda region, *args: region)  # to be timed

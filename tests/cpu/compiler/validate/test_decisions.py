@@ -19,7 +19,7 @@ from refold.compiler.decisions.store import Store, default_folder
 from refold.compiler.refusals import REASONS
 from refold.compiler.validate import region
 from refold.errors import ArgumentError, RefoldWarning
-from refold.verify.timing import Race
+from refold.verify.timing import Timing
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def timed(monkeypatch, at_least, at_most, busy="", fastest=1.1):
 
     def race(base, run, device, **_):
         base(), run()
-        return Race(1.0, 1.0, 1.0, at_least, at_most, 9, at_least > 1.02, busy, fastest)
+        return Timing(1.0, 1.0, 1.0, at_least, at_most, 9, at_least > 1.02, busy, fastest)
 
     for where in ("program", "region"):
         monkeypatch.setattr(f"refold.compiler.validate.{where}.race", race)

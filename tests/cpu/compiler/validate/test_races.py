@@ -8,10 +8,10 @@ import torch
 
 import refold
 from refold.compiler.validate import program, region
-from refold.verify.timing import LOOKS, Race
+from refold.verify.timing import LOOKS, Timing
 from support.trial import no_code
 
-WON = Race(base_ms=4.0, candidate_ms=1.0, speedup=4.0, at_least=3.9, at_most=4.1, pairs=9, faster=True)
+WON = Timing(base_ms=4.0, candidate_ms=1.0, speedup=4.0, at_least=3.9, at_most=4.1, pairs=9, faster=True)
 LOST = replace(WON, speedup=0.5, at_least=0.4, at_most=0.6, faster=False)
 
 

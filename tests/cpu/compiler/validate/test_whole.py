@@ -10,7 +10,7 @@ from refold.compiler.ir import dispatch
 from refold.compiler.ir.dispatch import Impossible, Random, Recording, in_dtype
 from refold.compiler.refusals import REASONS
 from refold.compiler.validate import whole
-from refold.compiler.validate.region import Verdict
+from refold.compiler.validate.region import Judgement
 from refold.compiler.validate.whole import compare
 from refold.verify.memory import peak_bytes
 
@@ -43,7 +43,7 @@ def planted(monkeypatch):
 
         honest = pipeline.run
         monkeypatch.setattr(pipeline, "run", wrong)
-        monkeypatch.setattr(session, "validate_region", lambda *args: Verdict())
+        monkeypatch.setattr(session, "validate_region", lambda *args: Judgement())
 
     return plant
 

@@ -20,7 +20,7 @@ from .iterators import Numbers
 from .lists import GrowingList
 from .locations import ListEnd, ListLocation, Local, Location, NumberIn, most_in
 from .variables import (
-    Refused,
+    NotCaptured,
     Translator,
     Variable,
     changeable,
@@ -85,7 +85,7 @@ class CarrySpec:
             if not isinstance(then, SymNodeVariable) or not counter.grow(then.sym_num, number):
                 other = counter.otherwise()
                 if other is None:
-                    raise Refused(
+                    raise NotCaptured(
                         "python-state", f"`{location.name}` does not grow by the same number, or factor, at every step"
                     )
                 self.counters[location] = other
@@ -155,11 +155,11 @@ def widen(
         if location in assumed.carried:
             found = tensors(then)
             if isinstance(location, ListLocation) and len(found) > len(assumed.carried[location]):
-                refused = Refused("list-read", f"the loop reads `{location.name}`, which it makes longer")
+                refused = NotCaptured("list-read", f"the loop reads `{location.name}`, which it makes longer")
                 refused.alike = max(most_in(location.owner) - len(assumed.carried[location]), 1)
                 raise refused
             if structure(before) != structure(then):
-                raise Refused("state-unstable", f"`{location.name}` is not the same kind of thing after a step")
+                raise NotCaptured("state-unstable", f"`{location.name}` is not the same kind of thing after a step")
             values = [example(x) for x in found]
             if [form(x, location.name) for x in values] != [form(x) for x in assumed.carried[location]]:
                 new.carried[location] = [fresh(tx, x) for x in values]

@@ -23,7 +23,7 @@ from .lists import GrowingList
 from .locations import ListEnd, Local, Location
 from .trace import Trace
 from .variables import (
-    Refused,
+    NotCaptured,
     Translator,
     Variable,
     changeable,
@@ -61,17 +61,17 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
         live: Local variables that are read after the loop.
 
     Raises:
-        Refused: Something that is needed after the loop is no tensor and no number; nothing is changed then.
+        NotCaptured: Something that is needed after the loop is no tensor and no number; nothing is changed then.
     """
     collected = [item for growing in found.lists for item in growing.taken]
     for growing in found.lists:
         if not all(tensors(item) and not numbers(item) for item in growing.taken):
-            raise Refused("list-kind", f"the loop puts something that is not a tensor into `{growing.name}`")
+            raise NotCaptured("list-kind", f"the loop puts something that is not a tensor into `{growing.name}`")
     columns = [x for item in collected for x in tensors(item)]
     known = isinstance(count, int)
     if not known and (found.items or not all(map(_is_column, found.lists))):
         names = " and ".join(f"`{growing.name}`" for growing in found.lists if growing.grown) or "its lists"
-        raise Refused("list-kind", f"the loop makes {names} longer by other things than one tensor per step")
+        raise NotCaptured("list-kind", f"the loop makes {names} longer by other things than one tensor per step")
     results = _results(assumed, found, count, live, columns)
     # What the last step only passes on is known without the loop.
     last = {node: items.items[count - 1] for items, node in found.items}
@@ -156,7 +156,7 @@ def _results(assumed: CarrySpec, found: Trace, count: Any, live: set[str], colum
         elif is_constant(then):
             results.constants[location] = then.value  # type: ignore[attr-defined]
         else:
-            raise Refused(
+            raise NotCaptured(
                 "python-state", f"`{location.name}` is used after the loop, and is neither a tensor nor an integer"
             )
     while unread := [location for location in results.carried if not _is_read(location, results, found, columns)]:
@@ -170,7 +170,7 @@ def _results(assumed: CarrySpec, found: Trace, count: Any, live: set[str], colum
             new = isinstance(mutation, (ValueMutationNew, AttributeMutationNew))
             if id(x) in met or not new or mutation.scope <= current_scope_id():
                 what = "a list" if type(x) is ListVariable else "an object"
-                raise Refused(
+                raise NotCaptured(
                     "python-state", f"`{location.name}` is {what} that another variable, or a step before, has"
                 )
             met.add(id(x))
@@ -233,7 +233,9 @@ def _call(
         *([] if known else [_node(variable(tx, count))]),
     ]
     if any(node.graph is not tracer.graph for node in operands):
-        raise Refused("higher-order", "it is in a checkpointed function, and reads a list or a length of its caller")
+        raise NotCaptured(
+            "higher-order", "it is in a checkpointed function, and reads a list or a length of its caller"
+        )
     name = tx.output.install_subgraph("loop_over_time", loop)
     call: Any = Proxy(tracer.graph.call_module(name, tuple(operands)), tracer)
     lines = [node.meta.get("stack_trace", "") for node in graph.nodes if node.op.startswith("call")]

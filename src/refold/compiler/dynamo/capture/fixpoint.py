@@ -19,7 +19,7 @@ from .iterators import Element, advance, element, goes_through, remaining
 from .lengths import SymbolicIterator
 from .liveness import live_at
 from .trace import SHORTEST, TRACES, LoopCode, Trace, trace
-from .variables import Refused, Translator, described, example, form, name_of, not_carried, realized, tensors
+from .variables import NotCaptured, Translator, described, example, form, name_of, not_carried, realized, tensors
 
 # More steps than any loop has: what a ``while`` is asked for.
 ENDLESS = 2**62
@@ -31,7 +31,7 @@ def capture_loop(tx: Translator, code: LoopCode) -> None:
     A loop of unknown length is tried as such first, and then with its length as a number.
 
     Raises:
-        Refused: It says why the loop is not captured. Other exceptions are Dynamo's, and mean the same.
+        NotCaptured: It says why the loop is not captured. Other exceptions are Dynamo's, and mean the same.
     """
     iterator = None if code.element is None else realized(tx.stack[-1])
     if not isinstance(iterator, SymbolicIterator):
@@ -61,16 +61,16 @@ def _captured(tx: Translator, code: LoopCode) -> None:
     assumed, found = find(tx, code, live)
     iterator = None if code.element is None else realized(tx.stack[-1])
     if any(growing.grown and goes_through(iterator, growing.items) for growing in found.lists):
-        raise Refused("list-read", "the loop appends to the list that it goes through")
+        raise NotCaptured("list-read", "the loop appends to the list that it goes through")
     count = left = ENDLESS if iterator is None else remaining(tx, iterator) or 0
     if isinstance(count, int):
         count = found.number.steps(count)
         if count == ENDLESS:
-            raise Refused("sequence-unknown", "no number that counts its steps decides when it ends")
+            raise NotCaptured("sequence-unknown", "no number that counts its steps decides when it ends")
     elif not found.number.hold(count):
-        raise Refused("step-number", found.number.decided(count, code.done))
+        raise NotCaptured("step-number", found.number.decided(count, code.done))
     if count < SHORTEST:
-        refused = Refused("step-number", found.number.decided(left, code.done))
+        refused = NotCaptured("step-number", found.number.decided(left, code.done))
         refused.alike = count
         raise refused
     if not assumed.carried and found.only_reads:  # as views of their tensor, the items are of more use
@@ -90,19 +90,21 @@ def find(tx: Translator, code: LoopCode, live: set[str]) -> tuple[CarrySpec, Tra
             raise
         except Exception as error:
             names = ", ".join(sorted(f"`{location.name}`" for location in assumed.unknown))
-            if isinstance(error, Refused) or not (names or assumed.plain):
+            if isinstance(error, NotCaptured) or not (names or assumed.plain):
                 raise
             if names:
                 raise not_carried(names) from error
             names = ", ".join(f"`{name_of(tx, x)}`" for x in assumed.plain)
-            raise Refused("list-read", f"the loop reads one of the lists {names}, and changes it") from error
+            raise NotCaptured("list-read", f"the loop reads one of the lists {names}, and changes it") from error
         again = widen(tx, assumed, found.after, found.lists, found.number)
         if again is None:
             break
         moved = [f"`{x.name}`" for x, values in again.carried.items() if values is not assumed.carried.get(x)]
         assumed = again
     else:
-        raise Refused("state-unstable", f"each step changes the type, shape, dtype or gradient of {', '.join(moved)}")
+        raise NotCaptured(
+            "state-unstable", f"each step changes the type, shape, dtype or gradient of {', '.join(moved)}"
+        )
     entry = {location: [example(x) for x in tensors(location.now(tx))] for location in assumed.carried}
     for location, later in assumed.carried.items():
         if [form(x) for x in entry[location]] == [form(x) for x in later]:
@@ -113,6 +115,6 @@ def find(tx: Translator, code: LoopCode, live: set[str]) -> tuple[CarrySpec, Tra
             before, after = (", ".join(map(described, xs)) for xs in (entry[location], later))
             what = f"`{location.name}` is {before} before the loop, and {after} after a step"
             message = f"the first step runs another program, because {what}"
-            raise Refused("first-step", message)
+            raise NotCaptured("first-step", message)
         break
     return assumed, found

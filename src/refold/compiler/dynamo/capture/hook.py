@@ -26,7 +26,7 @@ from . import lengths
 from .fixpoint import capture_loop
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, LoopCode
-from .variables import Refused, Translator, place_of, realized, while_of
+from .variables import NotCaptured, Translator, place_of, realized, while_of
 
 # The first steps may differ (`if h is None`, `max(t - 3, 0)`): so many heads of one loop are tried.
 HEADS = 3
@@ -116,13 +116,15 @@ def _meet(tx: Translator, kept: Any, where: str, count: int | None, code: Callab
         return
     if state.busy:
         if count is not None and code() is not None:
-            raise Refused("loop-inside", "the loop contains another long loop", *place_of(tx, tx.current_instruction))
+            raise NotCaptured(
+                "loop-inside", "the loop contains another long loop", *place_of(tx, tx.current_instruction)
+            )
         return
     loop = state.met.setdefault((tx, id(kept)), _Met(kept))
     met, loop.heads = loop.heads, loop.heads + 1
     if count is None and met + 1 == SHORTEST:
         state.refused[where] = state.doubts.get(where) or _advice(
-            Refused("sequence-unknown", "only running the iterator can tell when it ends"), where
+            NotCaptured("sequence-unknown", "only running the iterator can tell when it ends"), where
         )
     if loop.tries >= HEADS or met < loop.next:
         return
@@ -138,18 +140,18 @@ def _meet(tx: Translator, kept: Any, where: str, count: int | None, code: Callab
     except RestartAnalysis:
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
-        decided = isinstance(error, Refused) and error.reason == "step-number"
+        decided = isinstance(error, NotCaptured) and error.reason == "step-number"
         if isinstance(error, AttributeError) and _is_ours(error):
             switch.lose_loops(error)
         if _users_frame(tx) is not tx and isinstance(
-            error, Refused
+            error, NotCaptured
         ):  # the line is of a function of Python's, as Dynamo writes it
             reason = error.reason
-            error = Refused(reason, f"in `{tx.f_code.co_name.strip('_')}`, {error.args[0]}")
+            error = NotCaptured(reason, f"in `{tx.f_code.co_name.strip('_')}`, {error.args[0]}")
         if not (decided and loop.decided):
             reasons[where] = _advice(_by_deque(tx, error) or error, where)
         loop.decided = decided
-        loop.next = met + (error.alike if isinstance(error, Refused) else 1)
+        loop.next = met + (error.alike if isinstance(error, NotCaptured) else 1)
     finally:
         state.busy = False
 
@@ -161,17 +163,17 @@ def _users_frame(tx: Translator) -> Translator:
     return tx
 
 
-def _by_deque(tx: Translator, error: Exception) -> Refused | None:
+def _by_deque(tx: Translator, error: Exception) -> NotCaptured | None:
     """Explain an error of Dynamo's at a line that names a deque of the frame."""
     stack = getattr(error, "real_stack", None)
-    if isinstance(error, Refused) or not stack:
+    if isinstance(error, NotCaptured) or not stack:
         return None
     line = stack[-1].line or ""
     deques = [name for name, x in tx.symbolic_locals.items() if type(realized(x)) is DequeVariable]
     name = next((name for name in deques if re.search(rf"\b{re.escape(name)}\b", line)), None)
     if name is None:
         return None
-    refused = Refused("deque", f"each step changes the deque `{name}`")
+    refused = NotCaptured("deque", f"each step changes the deque `{name}`")
     refused.found_at(f"{stack[-1].filename}:{stack[-1].lineno}: {line}", "")
     return refused
 
@@ -182,14 +184,14 @@ def _check_identity(tx: Translator) -> None:
     if tx.f_globals.get("__name__") == _AUTOGRAD_FUNCTIONS:  # such a call is refused, and not for this question
         return
     if state is not None and state.busy and all(type(realized(x)) is TensorVariable for x in tx.stack[-2:]):
-        raise Refused("identity", "the loop asks whether two tensors are the same object")
+        raise NotCaptured("identity", "the loop asks whether two tensors are the same object")
 
 
 def _advice(error: Exception, where: str) -> str:
     """Return reason and remedy for a loop at a line."""
-    if not isinstance(error, Refused):
+    if not isinstance(error, NotCaptured):
         stack = getattr(error, "real_stack", None)
-        error = Refused("dynamo", f"Dynamo says: {(str(error).splitlines() or [type(error).__name__])[0]}")
+        error = NotCaptured("dynamo", f"Dynamo says: {(str(error).splitlines() or [type(error).__name__])[0]}")
         if stack:
             error.found_at(f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}", "")
     error.found_at(where, "")
@@ -200,9 +202,9 @@ def _advice(error: Exception, where: str) -> str:
 def _check_modes(tx: Translator) -> None:
     for tracer in tx.output.tracers[1:]:
         if getattr(tracer.source_target, "__name__", "") != _CHECKPOINT:
-            raise Refused("higher-order", "it is in a function that Dynamo captured as one operation")
+            raise NotCaptured("higher-order", "it is in a function that Dynamo captured as one operation")
     if torch._C._is_any_autocast_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-        raise Refused("mode", "autocast or a function transform is active")
+        raise NotCaptured("mode", "autocast or a function transform is active")
 
 
 def _check_hooks(tx: Translator) -> None:
@@ -213,7 +215,9 @@ def _check_hooks(tx: Translator) -> None:
     frame: Any = tx
     while frame is not None and hasattr(external_utils, "_ApplyBackwardHook"):
         if "register_hook" in frame.f_code.co_names:
-            raise Refused("hook", f"`{frame.f_code.co_name}` registers a hook, and this is PyTorch {torch.__version__}")
+            raise NotCaptured(
+                "hook", f"`{frame.f_code.co_name}` registers a hook, and this is PyTorch {torch.__version__}"
+            )
         frame = getattr(frame, "parent", None)
 
 
@@ -297,14 +301,14 @@ def _attempt(tx: Translator, act: Callable[[], None]) -> None:
         return
     try:
         act()
-    except (Refused, TorchDynamoException):  # ends the trace of a body
+    except (NotCaptured, TorchDynamoException):  # ends the trace of a body
         raise
     except Exception as error:
         why = switch.lose_loops(error)
         context = TracingContext.try_get()
         state: _State | None = None if context is None else vars(context).get("refold_loops")
         if state is not None and state.busy:  # a check of this body could not be made
-            raise Refused("dynamo", why) from error
+            raise NotCaptured("dynamo", why) from error
         if state is not None:
             state.refused[f"{tx.f_code.co_filename}:{tx.lineno}"] = why
 

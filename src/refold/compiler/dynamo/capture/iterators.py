@@ -29,7 +29,7 @@ from ....versions import lose
 from ...ir.captured_loop import Reads
 from ..induction_variable import InductionVariable
 from .lengths import SymbolicIterator, variable
-from .variables import Refused, Translator, Variable, example, form, is_constant, realized
+from .variables import NotCaptured, Translator, Variable, example, form, is_constant, realized
 
 
 def _find(name: str, loop: str) -> Any:
@@ -120,7 +120,7 @@ class Numbers:
         if self.form == "sums" and not isinstance(self.step, float):
             return self.start + self.step * count
         if not isinstance(count, int):
-            raise Refused("python-state", "a number changes otherwise than by an integer, for any number of steps")
+            raise NotCaptured("python-state", "a number changes otherwise than by an integer, for any number of steps")
         if self.form == "turns":
             return self.second if count % 2 else self.start
         value = self.start
@@ -182,7 +182,7 @@ def element(tx: Translator, it: Variable) -> Element | None:
     """Return the form of an iterator's elements; None if they are no tensors or integers, as in a loop over layers.
 
     Raises:
-        Refused: They are, but not in closed form.
+        NotCaptured: They are, but not in closed form.
     """
     if type(it) is SymbolicIterator:
         return Numbers(it.first, it.step_by)
@@ -196,12 +196,12 @@ def element(tx: Translator, it: Variable) -> Element | None:
     if type(it) is ZipVariable:
         parts = _zipped(it)
         if it.strict and len({remaining(tx, part) for part in parts}) > 1:
-            raise Refused("sequence-uneven", "it zips sequences of different lengths")
+            raise NotCaptured("sequence-uneven", "it zips sequences of different lengths")
         return _together([element(tx, part) for part in parts])
     if _is_enumeration(it):
         start = it.inline_tracer.symbolic_locals["start"]
         if not is_constant(start):
-            raise Refused("sequence-uneven", "it enumerates from a number that is not known")
+            raise NotCaptured("sequence-uneven", "it enumerates from a number that is not known")
         return _together([Numbers(start.value + _is_suspended(it), 1), element(tx, _enumerated(it))])
     if _is_reversed(it):
         return sequence(_rest_of_reversed(tx, it))
@@ -305,7 +305,7 @@ def sequence(items: list[Variable]) -> Element | None:
     """Find the form of a list's items: integers or items of one sequence, evenly spaced, or tuples of those.
 
     Raises:
-        Refused: They are integers or tensors, but not evenly spaced.
+        NotCaptured: They are integers or tensors, but not evenly spaced.
     """
     items = [realized(item) for item in items]
     first = items[0]
@@ -314,7 +314,7 @@ def sequence(items: list[Variable]) -> Element | None:
     if type(first) is ConstantVariable and all(type(item.value) is int for item in items):
         spaced = _spaced([item.value for item in items])
         if spaced is None:
-            raise Refused("sequence-uneven", "it goes through numbers that are not evenly spaced")
+            raise NotCaptured("sequence-uneven", "it goes through numbers that are not evenly spaced")
         return Numbers(*spaced)
     if type(first) is TupleVariable and len({len(item.items) for item in items}) == 1:
         return _together([sequence([item.items[i] for item in items]) for i in range(len(first.items))])
@@ -324,7 +324,7 @@ def sequence(items: list[Variable]) -> Element | None:
         one = len(found) == len(nodes) and len({x[:2] for x in found}) == 1
         spaced = _spaced([x[2] for x in found]) if one else None
         if spaced is None or len({form(example(item)) for item in items}) > 1:
-            raise Refused("sequence-uneven", "it goes through tensors that are not evenly spaced items of one")
+            raise NotCaptured("sequence-uneven", "it goes through tensors that are not evenly spaced items of one")
         return Items(_in_front(*found[0][:2]), Reads(*spaced), items)
     return None
 

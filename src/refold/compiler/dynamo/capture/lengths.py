@@ -23,7 +23,7 @@ from torch._dynamo.variables.lists import RangeIteratorVariable, RangeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from ...ir.source import named
-from .variables import Refused, Translator, Variable, example, is_constant, realized
+from .variables import NotCaptured, Translator, Variable, example, is_constant, realized
 
 # What is set of Dynamo's log, which outlives its attempts at one frame, once lengths are to be numbers.
 _KNOWN = "refold_known_lengths"
@@ -52,12 +52,12 @@ def _variable(tx: Translator, x: Any) -> Variable:
     if x.is_Symbol:
         symbols = tx.output.root_tracer.bound_symbols
         if x not in symbols:
-            raise Refused("size-unknown", f"nothing computes the size `{_named(tx, x)}`")
+            raise NotCaptured("size-unknown", f"nothing computes the size `{_named(tx, x)}`")
         proxy = symbols[x]() if isinstance(symbols[x], LazyProxy) else symbols[x]
         return SymNodeVariable.create(tx, proxy, proxy.node.meta["example_value"])
     apply = operator.add if x.is_Add else operator.mul if x.is_Mul else None
     if apply is None:
-        raise Refused("size-unknown", f"the size `{x}` is neither a sum nor a product of known sizes")
+        raise NotCaptured("size-unknown", f"the size `{x}` is neither a sum nor a product of known sizes")
     parts = [_variable(tx, part) for part in x.args]
     while len(parts) > 1:
         a, b = parts[:2]

@@ -20,7 +20,7 @@ from torch._dynamo.variables.base import ValueMutationNew
 
 from ..induction_variable import InductionVariable
 from .iterators import Items, sequence
-from .variables import Refused, Translator, Variable, realized
+from .variables import NotCaptured, Translator, Variable, realized
 
 
 class GrowingList:
@@ -67,9 +67,9 @@ class GrowingList:
     def check(self) -> None:
         """Raise if a position that depends on the step was read as another than it is at later steps."""
         if self.stored is not None and (self.read or self.front or self.back):
-            raise Refused("list-read", f"the loop reads `{self.name}`, of which each step writes another item")
+            raise NotCaptured("list-read", f"the loop reads `{self.name}`, of which each step writes another item")
         if self.rates and (self.front or self.rates != {len(self.back)}):
-            raise Refused("list-read", f"`{self.name}` is read at a position that does not move as the list grows")
+            raise NotCaptured("list-read", f"`{self.name}` is read at a position that does not move as the list grows")
 
     def append(self, item: Variable) -> None:
         """Take a new last item."""
@@ -97,8 +97,8 @@ class GrowingList:
             return known[at]
         self.wants = (wanted - len(self.front), 0) if at >= 0 else (0, wanted - len(self.back))
         if max(self.wants) > len(self.items):
-            raise Refused("list-read", f"the loop reads `{self.name}` where its first step finds nothing")
-        raise Refused("list-read", f"the loop reads `{self.name}`, which it makes longer")
+            raise NotCaptured("list-read", f"the loop reads `{self.name}` where its first step finds nothing")
+        raise NotCaptured("list-read", f"the loop reads `{self.name}`, which it makes longer")
 
     def _from_the_end(self, at: torch.SymInt) -> int:
         """Return a position that moves with the step as one from the end, which moves as well."""
@@ -146,7 +146,7 @@ class GrowingList:
 
     def _refuse(self, *args: Any) -> Any:
         self.read = True
-        raise Refused("list-read", f"the loop reads `{self.name}`, which it makes longer")
+        raise NotCaptured("list-read", f"the loop reads `{self.name}`, which it makes longer")
 
     __len__ = __iter__ = __contains__ = __add__ = __reversed__ = _refuse
 

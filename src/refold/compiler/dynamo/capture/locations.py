@@ -20,7 +20,7 @@ from torch._dynamo.variables.misc import CellVariable
 
 from .lengths import Stacked
 from .lists import GrowingList
-from .variables import Refused, Translator, Variable, is_constant, name_of, not_carried, numbers, source_of
+from .variables import NotCaptured, Translator, Variable, is_constant, name_of, not_carried, numbers, source_of
 
 CONTENTS = "cell_contents"
 LISTS = (ListVariable, DequeVariable)
@@ -171,7 +171,7 @@ class ListEnd:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("list-kind", f"`{self.name}` is not of the same kind at every step")
+        raise NotCaptured("list-kind", f"`{self.name}` is not of the same kind at every step")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class ListLocation:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("list-kind", f"`{self.name}` does not hold the same kind of things at every step")
+        raise NotCaptured("list-kind", f"`{self.name}` does not hold the same kind of things at every step")
 
 
 @dataclass(frozen=True)
@@ -281,11 +281,11 @@ class DictRecorder:
         """List the locations that hold another variable than before.
 
         Raises:
-            Refused: The keys are not.
+            NotCaptured: The keys are not.
         """
         now = self.owner.items
         if list(now) != list(self.items):
-            raise Refused("dictionary-keys", f"`{self.name}` gets or loses keys in the loop")
+            raise NotCaptured("dictionary-keys", f"`{self.name}` gets or loses keys in the loop")
         return {DictEntry(self.owner, key, self.name): y for key, y in now.items() if y is not self.items[key]}
 
     def put_back(self) -> None:

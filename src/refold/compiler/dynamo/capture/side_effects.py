@@ -21,7 +21,7 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.iter import IteratorVariable
 
-from .variables import Refused, Translator
+from .variables import NotCaptured, Translator
 
 # Of a frame; not all of them in every version of PyTorch or of Python, or only in generators' frames.
 _REGISTERS = (
@@ -34,7 +34,7 @@ _REGISTERS_HOOK = "_method_register_hook"
 
 
 @dataclass
-class Snapshot:
+class MutableState:
     """Contents of containers, positions of iterators and generators, and counts of what is only added to."""
 
     containers: list[tuple[Any, Any]]
@@ -48,14 +48,14 @@ class Snapshot:
         for x, state in self.iterators:
             x.__dict__.update({name: copy.copy(y) if isinstance(y, _CONTAINERS) else y for name, y in state.items()})
 
-    def unchanged(self, other: Snapshot) -> bool:
+    def unchanged(self, other: MutableState) -> bool:
         """Tell whether another snapshot found the same.
 
         Raises:
-            Refused: A hook was registered.
+            NotCaptured: A hook was registered.
         """
         if other.hooks != self.hooks:
-            raise Refused("hook", "a step registers a hook on a tensor that exists before the loop")
+            raise NotCaptured("hook", "a step registers a hook on a tensor that exists before the loop")
         before = {id(container): content for container, content in self.containers}
         pairs = [(before[id(x)], content) for x, content in other.containers if id(x) in before]
         stood = {id(x): state for x, state in self.iterators}
@@ -63,7 +63,7 @@ class Snapshot:
         return self.rest == other.rest and all(_same(a, b) for a, b in pairs)
 
 
-def snapshot(tx: Translator) -> Snapshot:
+def snapshot(tx: Translator) -> MutableState:
     """Look at everything that a frame's code can reach: attributes, containers, hooks, random state, modes."""
     output, containers = tx.output, []
     iterators: list[tuple[Any, dict[str, Any]]] = []
@@ -108,7 +108,7 @@ def snapshot(tx: Translator) -> Snapshot:
     flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     counts = len(effects.save_for_backward), len(output.random_calls)
     existing = {id(x) for x in effects.store_attr_mutations if isinstance(x.mutation_type, AttributeMutationExisting)}
-    return Snapshot(containers, iterators, len(effects.tensor_hooks), (flags, counts, existing))
+    return MutableState(containers, iterators, len(effects.tensor_hooks), (flags, counts, existing))
 
 
 @contextlib.contextmanager
@@ -152,8 +152,8 @@ def rolled_back(tx: Translator) -> Iterator[None]:
 def _refuse() -> None:
     # Dynamo would go on with a copy of what it knows.
     if any(frame.f_code.co_name == _REGISTERS_HOOK for frame, _ in traceback.walk_stack(None)):
-        raise Refused("hook", "a step registers a hook on what it computes")
-    raise Refused("higher-order", "an operation in the loop takes a function, as checkpointing does")
+        raise NotCaptured("hook", "a step registers a hook on what it computes")
+    raise NotCaptured("higher-order", "an operation in the loop takes a function, as checkpointing does")
 
 
 def _registers(frame: Translator) -> dict[str, Any]:

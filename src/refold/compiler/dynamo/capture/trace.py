@@ -39,7 +39,7 @@ from .locations import (
 )
 from .side_effects import rolled_back, snapshot
 from .variables import (
-    Refused,
+    NotCaptured,
     Translator,
     Variable,
     attributes,
@@ -139,14 +139,14 @@ def trace(tx: Translator, code: LoopCode, assumed: CarrySpec) -> Trace:
             grow, are added to it.
 
     Raises:
-        Refused: The body does what no trace can stand for. Dynamo's own exceptions mean the same.
+        NotCaptured: The body does what no trace can stand for. Dynamo's own exceptions mean the same.
     """
     for _ in range(TRACES):
         found = _Tracing(tx, code, assumed).run()
         if found is not None:
             return found
     names = ", ".join(f"`{location.name}`" for location in assumed.carried) or "the state"
-    raise Refused("state-unstable", f"no type, shape and dtype of {names} was found that a step keeps")
+    raise NotCaptured("state-unstable", f"no type, shape and dtype of {names} was found that a step keeps")
 
 
 class _Tracing:
@@ -180,7 +180,7 @@ class _Tracing:
                 return self._trace([x for x in made if not isinstance(x, (GrowingList, SequenceView))], lists)
         except Exception as error:
             learned = [self._learns(growing) for growing in lists]
-            if not any(learned) and (isinstance(error, Refused) or not self._learns_of_writes()):
+            if not any(learned) and (isinstance(error, NotCaptured) or not self._learns_of_writes()):
                 raise
             return None
 
@@ -202,7 +202,7 @@ class _Tracing:
             carried = self._begin()
             self._run_body()
             if any(attributes(x) != before for x, before in self.objects):
-                raise Refused("python-state", "a step changes an object that the step before made")
+                raise NotCaptured("python-state", "a step changes an object that the step before made")
             after: dict[Location, Variable | None] = {x: x.now(tx) for x in self._locations()}
             for x in writable:
                 after |= x.changed(tx)
@@ -210,7 +210,7 @@ class _Tracing:
             for x in writable:
                 x.put_back()
             if not before.unchanged(snapshot(tx)):
-                raise Refused("outside-change", "the loop changes something outside of it")
+                raise NotCaptured("outside-change", "the loop changes something outside of it")
             for growing in lists:
                 growing.check()
             _check(self.tracer.graph)
@@ -268,20 +268,20 @@ class _Tracing:
         while True:
             instruction = tx.instructions[tx.instruction_pointer]
             if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
-                raise Refused(*reason, *place_of(tx, instruction))
+                raise NotCaptured(*reason, *place_of(tx, instruction))
             try:
                 going = tx.step()
-            except Refused as refusal:
+            except NotCaptured as refusal:
                 refusal.found_at(*place_of(tx, instruction))
                 raise
             if not going:
-                raise Refused("early-exit", "the function returns inside the loop", *place_of(tx, instruction))
+                raise NotCaptured("early-exit", "the function returns inside the loop", *place_of(tx, instruction))
             if tx.instruction_pointer is None or not code.head <= tx.instruction_pointer < code.end:
-                raise Refused("early-exit", "the loop can be left early", *place_of(tx, instruction))
+                raise NotCaptured("early-exit", "the loop can be left early", *place_of(tx, instruction))
             if tx.instruction_pointer == code.head:
                 break
         if len(tx.stack) != len(below) or any(a is not b for a, b in zip(tx.stack, below, strict=True)):
-            raise Refused("early-exit", "the loop leaves a value on the stack of Python")
+            raise NotCaptured("early-exit", "the loop leaves a value on the stack of Python")
 
     def _locations(self) -> set[Location]:
         return self.assumed.locations | {Local(name) for name in self.code.stored(self.tx.instructions)}
@@ -348,7 +348,7 @@ def _create_proxy(
             any(isinstance(_example(entry), torch.Tensor) or isinstance(entry, (bool, list)) for entry in entries)
             and locations
         ):
-            raise Refused("step-number", "a tensor is indexed by another tensor and by the number of the step")
+            raise NotCaptured("step-number", "a tensor is indexed by another tensor and by the number of the step")
         taken = [entry is not None and entry is not Ellipsis for entry in entries]
         for i in reversed(locations):
             dim = sum(taken[:i])
@@ -384,7 +384,9 @@ def _check(graph: Graph) -> None:
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in calls:
         if isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
-            raise Refused("higher-order", f"`{expression(node)}` takes a function, as {node.target}", *located(node))
+            raise NotCaptured(
+                "higher-order", f"`{expression(node)}` takes a function, as {node.target}", *located(node)
+            )
     for node in calls:
         if node.meta.get("example_value") is None and node.target is not operator.setitem:
-            raise Refused("python-state", f"`{expression(node)}` computes no tensor", *located(node))
+            raise NotCaptured("python-state", f"`{expression(node)}` computes no tensor", *located(node))

@@ -31,7 +31,7 @@ Translator = Any
 Variable = Any
 
 
-class Refused(Refusal):
+class NotCaptured(Refusal):
     """A loop is not captured.
 
     Attributes:
@@ -41,9 +41,9 @@ class Refused(Refusal):
     alike = 1
 
 
-def not_carried(names: str) -> Refused:
+def not_carried(names: str) -> NotCaptured:
     """Return the refusal of state that changes, and that no loop can carry."""
-    return Refused(
+    return NotCaptured(
         "python-state", f"each step changes {names}, and that is neither a tensor nor an integer that counts"
     )
 
@@ -233,7 +233,7 @@ def _expression(size: torch.SymInt, name: str) -> Any:
     if (known := size.node.maybe_as_int()) is not None:
         return known
     if depends_on_iteration(size):
-        raise Refused("carry-shape", f"a size of {f'`{name}`' if name else 'a tensor'} depends on the step")
+        raise NotCaptured("carry-shape", f"a size of {f'`{name}`' if name else 'a tensor'} depends on the step")
     return size.node.expr
 
 
