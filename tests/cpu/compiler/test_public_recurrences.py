@@ -114,7 +114,7 @@ def read_at_the_end_of_a_tree(a, x):
     return associative_scan(combine, (a, x), 1, combine_mode="generic")[1]
 
 
-@pytest.mark.parametrize("sizes", [(1, 20, 6), (1, 17, 1), (2, 16, 1)], ids=str)
+@one_in(3, "sizes", [(1, 17, 1), (1, 20, 6), (2, 16, 1)], ids=str)
 def test_networks_with_axes_of_one_element(sizes):
     """A batch of one: what is joined next to time has no axis that says so."""
     torch._dynamo.reset()

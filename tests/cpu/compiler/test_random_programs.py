@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 from random import Random
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 
 import refold
 from refold.compiler.dynamo.capture import emit
@@ -19,24 +17,11 @@ from refold.compiler.ir import moves, views
 from refold.compiler.passes import recover_contractions
 from refold.compiler.recurrence import affine, duality, gated_chunks
 from support import programs, random_graphs, random_loops, random_states, trial
+from support.examples import examples
 from support.layers import LAYERS, Sizes
 from support.products import one_in
 
 aten = torch.ops.aten
-RANDOM = st.randoms(use_true_random=False)
-
-
-def examples(count):
-    """Run a property on a third of so many random programs; on all of them in the exhaustive tests."""
-
-    def decorate(judged):
-        @pytest.mark.parametrize("number", [count // 3, pytest.param(count, marks=pytest.mark.exhaustive)])
-        def test(number):
-            settings(max_examples=number, deadline=None, derandomize=True)(given(RANDOM)(judged))()
-
-        return test
-
-    return decorate
 
 
 @examples(40)
@@ -237,6 +222,6 @@ def test_the_fuzzer_goes_on_after_a_process_has_had_its_share(monkeypatch, capsy
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
     fuzz = importlib.import_module("fuzz")
     monkeypatch.setattr(fuzz, "PROGRAMS_A_PROCESS", 2)
-    monkeypatch.setattr(sys, "argv", ["fuzz", "--kind", "graph", "--seeds", "0", "5"])
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--kind", "graph", "--seeds", "0", "3"])
     assert fuzz.main() == 0
-    assert "5 programs, 0 wrong" in capsys.readouterr().out
+    assert "3 programs, 0 wrong" in capsys.readouterr().out

@@ -5,10 +5,26 @@ import torch
 
 from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM
+from support.products import in_turns
 
 STEPS = 7
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # of Triton's interpreter
+
+
+SYSTEMS = [
+    (2, (1, 3, 5), False, True, []),
+    (2, (STEPS, 3, 5), True, True, []),
+    (3, (STEPS, 1, 5), False, False, []),
+    (1, (1, 3, 5), True, False, []),
+    (2, (1, 1, 1), False, True, []),
+    (3, (STEPS, 1, 1), True, False, []),
+    (5, (1, 1, 1), False, True, []),
+    (1, (1, 1, 1), False, True, [0, 1]),
+    (2, (STEPS, 3, 5), True, True, [1]),
+    (2, (STEPS, 1, 1), True, False, [0, 2, 1, 2]),
+    (1, (1, 3, 5), False, False, [0]),
+]
 
 
 @pytest.fixture(params=["sweeps", "pairs", "gpu"])
@@ -37,30 +53,15 @@ def stepwise(A, b, initial, reverse, copies):
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
-@pytest.mark.parametrize(
-    ("size", "matrices", "reverse", "begins", "copies"),
-    [
-        (2, (1, 3, 5), False, True, []),
-        (2, (STEPS, 3, 5), True, True, []),
-        (3, (STEPS, 1, 5), False, False, []),
-        (1, (1, 3, 5), True, False, []),
-        (2, (1, 1, 1), False, True, []),
-        (3, (STEPS, 1, 1), True, False, []),
-        (5, (1, 1, 1), False, True, []),
-        (1, (1, 1, 1), False, True, [0, 1]),
-        (2, (STEPS, 3, 5), True, True, [1]),
-        (2, (STEPS, 1, 1), True, False, [0, 2, 1, 2]),
-        (1, (1, 3, 5), False, False, [0]),
-    ],
-)
-def test_systems_and_their_gradients(way, dtype, size, matrices, reverse, begins, copies):
+@in_turns(given=SYSTEMS, dtype=[torch.float64, torch.float32, torch.complex128])
+def test_systems_and_their_gradients(way, dtype, given):
+    size, matrices, reverse, begins, copies = given
     generator = torch.Generator().manual_seed(0)
     every = size + len(copies)
     shapes = [(size, every, *matrices), (size, STEPS, 3, 5), (every, 3, 5)][: 2 + begins]
     leaves = [(torch.randn(s, generator=generator, dtype=dtype) / 2).requires_grad_() for s in shapes]
-    given = [*leaves, *[None] * (1 - begins), reverse, copies]
-    y, expected = LINEAR_SYSTEM(*given), stepwise(*given)
+    operands = [*leaves, *[None] * (1 - begins), reverse, copies]
+    y, expected = LINEAR_SYSTEM(*operands), stepwise(*operands)
     weights = torch.randn(y.shape, generator=generator, dtype=dtype)
     torch.testing.assert_close(y, expected)
     got = torch.autograd.grad(y, leaves, weights)

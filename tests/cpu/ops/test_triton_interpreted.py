@@ -53,7 +53,7 @@ def test_contract_interpreted() -> None:
 def test_sweeps_interpreted() -> None:
     """The sweeps of coupled carries and of running maxima, as a GPU runs them."""
     file = Path(__file__).parent.parent / "compiler" / "test_systems.py"
-    command = [sys.executable, "-m", "pytest", str(file), "-k", "gpu", "-q"]
+    command = [sys.executable, "-m", "pytest", str(file), "-k", "gpu", "-m", "not exhaustive", "-q"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout

@@ -36,6 +36,7 @@ from support.chunked import (
     multiplied,
     repeat_groups,
 )
+from support.products import each_pair
 from support.scans import Described
 from support.trained import inferred, trained
 from support.trial import no_code
@@ -447,10 +448,9 @@ SILUS = [  # what is made of the result, how many operators compute a SiLU
 ]
 
 
-@MODES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("after", "silus"), SILUS)
-def test_a_convolution_computes_the_silu_that_reads_it(after, silus, dtype, run, operators_pay):
+@each_pair(run=[trained, inferred], dtype=[torch.float32, torch.bfloat16], case=SILUS)
+def test_a_convolution_computes_the_silu_that_reads_it(case, dtype, run, operators_pay):
+    after, silus = case
     args = differentiable(*(x.to(dtype) for x in (torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))))
     graphs, found = [], []
     entry, error = run(partial(convolved, after=after, stop=9), *args, graphs=graphs, results=found)
@@ -509,10 +509,9 @@ NORMS = [  # the norm, whether it is an operator
 ]
 
 
-@MODES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("norm", "operator"), NORMS)
-def test_gated_norms_are_operators(norm, operator, dtype, run, operators_pay):
+@each_pair(run=[trained, inferred], dtype=[torch.float32, torch.bfloat16], case=NORMS)
+def test_gated_norms_are_operators(case, dtype, run, operators_pay):
+    norm, operator = case
     shapes = (2, 5, 6), (2, 5, 6), (6,), (6, 1, 3)
     args = differentiable(*(torch.randn(shape).to(dtype) for shape in shapes))
     graphs = []

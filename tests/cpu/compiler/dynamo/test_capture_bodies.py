@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import refold
+from support.products import in_turns
 from support.scans import spliced
 
 pytestmark = pytest.mark.usefixtures("without_code")
@@ -84,8 +85,7 @@ def agree(run, fn, grad):
         torch.testing.assert_close(own, eager, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("name", SCANS)
+@in_turns(name=list(SCANS), grad=[False, True])
 def test_they_become_scans(name, grad):
     run, report = spliced(SCANS[name], "training" if grad else "inference")
     agree(run, SCANS[name], grad)

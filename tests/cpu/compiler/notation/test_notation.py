@@ -17,6 +17,7 @@ from refold.compiler.passes.multiply_out import multiply_out
 from refold.compiler.regions import regions
 from refold.errors import ProgramError
 from support import programs, random_graphs
+from support.examples import examples
 
 PROGRAM = {
     "inputs": {"x": "b k", "w": "n k"},
@@ -136,8 +137,7 @@ def again(graph):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.randoms(use_true_random=False))
+@examples(40)
 def test_random_graphs_are_read_and_lowered(r):
     program = random_graphs.graph(r)
     program.hostile.clear()  # infinities are for rewrites: the checks ask after them
@@ -336,8 +336,7 @@ def test_what_is_no_less_work_stays(name):
         assert programs.judge(seeded(*SAME[name]), multiplied).rewrites == []
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.randoms(use_true_random=False))
+@examples(40)
 def test_random_graphs_are_multiplied_out(r):
     program = random_graphs.graph(r)
     program.hostile.clear()

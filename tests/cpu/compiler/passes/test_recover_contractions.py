@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck
 
 from support import programs
+from support.products import in_turns
 
 B, I, J, K = 3, 5, 6, 7  # all distinct, so that a mixed-up axis cannot go unnoticed
 
@@ -34,8 +35,7 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@in_turns(name=list(SPELLINGS), dynamic=[None, True])
 def test_every_spelling_becomes_a_matmul(rewritten, name, dynamic):
     x, y = torch.randn(B, I, K), torch.randn(B, J, K)
     outcome = rewritten(SPELLINGS[name], x, y, dynamic=dynamic)

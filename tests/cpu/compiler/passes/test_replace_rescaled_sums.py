@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import refold
 from refold.compiler.recurrence import scanned
+from support.products import in_turns
 
 
 def logarithms(f, i):
@@ -78,8 +79,7 @@ def inputs(steps=24, channels=6):
     return torch.randn(2, steps, channels, generator=generator), torch.randn(2, steps, channels, generator=generator)
 
 
-@pytest.mark.parametrize("fn", FOUND)
-@pytest.mark.parametrize("dynamic", [False, True])
+@in_turns(fn=FOUND, dynamic=[False, True])
 def test_they_are_scans(rewritten, fn, dynamic):
     outcome = rewritten(fn, *inputs(), dynamic=dynamic)
     assert outcome.names == ["replace rescaled sum"]

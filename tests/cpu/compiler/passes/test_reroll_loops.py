@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import refold
-from support.products import one_in
+from support.products import in_turns, one_in
 
 SCAN = "refold.linear_scan.default"
 T, B, D, N = 7, 2, 5, 3
@@ -278,7 +278,7 @@ def test_work_of_a_scan_is_counted_by_its_own_formula(rewritten):
     assert rewrite.after.bytes >= x + y + state + 4 * (tokens * heads + heads + 2 * tokens * N)
 
 
-@pytest.mark.parametrize(("fn", "inputs", "rewrites", "scans"), SCANS, ids=[case[0].__name__ for case in SCANS])
+@one_in(2, ("fn", "inputs", "rewrites", "scans"), SCANS[::-1], ids=[case[0].__name__ for case in SCANS[::-1]])
 def test_gradients(rewritten, fn, inputs, rewrites, scans):
     outcome = rewritten(fn, *(x.requires_grad_() for x in inputs()))
     forward = 1 if isinstance(scans, str) else scans
@@ -395,8 +395,7 @@ NEGATIVES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("fn", NEGATIVES, ids=lambda fn: fn.__name__)
+@in_turns(fn=NEGATIVES, train=[False, True])
 def test_other_loops_stay(rewritten, fn, train):
     outcome = rewritten(fn, *(x.requires_grad_(train) for x in inputs_gates()))
     if not train:
@@ -477,6 +476,7 @@ def test_explain_says_where_an_unrolled_loop_ends(fn, line, words):
         assert note.count(line) == 1
 
 
+@pytest.mark.codegen
 def test_end_to_end_with_gradients():
     inputs = [x.requires_grad_() for x in inputs_mamba1()]
     torch._dynamo.reset()

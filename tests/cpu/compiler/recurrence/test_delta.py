@@ -16,10 +16,10 @@ from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.delta import read_rank_one
 from refold.compiler.session import GraphCompile
 from support.agreement import outputs, rewritten
-from support.products import in_turns
+from support.products import each_pair, in_turns
 from support.scans import Described
 
-B, T, H, N, P = 2, 19, 3, 6, 4
+B, T, H, N, P = 2, 17, 3, 6, 4
 
 
 def operands(channels=P):
@@ -78,9 +78,7 @@ def as_transformers(query, key, value, g, beta, initial_state=None, output_final
     return (y, last_recurrent_state) if output_final_state else y
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("initial", [False, True])
-@pytest.mark.parametrize("final", [False, True])
+@each_pair(training=[False, True], initial=[False, True], final=[False, True])
 def test_transformers_spelling(training, initial, final):
     q, k, v, g, beta, _ = operands()
     start = [torch.randn(B, H, N, P, dtype=torch.float64)] if initial else []

@@ -48,6 +48,7 @@ def test_language_models_train(rewritten, name):
     assert outcome.worst() < 1e-4
 
 
+@pytest.mark.codegen
 def test_language_model_end_to_end():
     model, inputs = language_model("fused_mamba")
     compiled = torch.compile(model, backend="refold", options={"accept": "always", "strict": True}, fullgraph=True)

@@ -6,6 +6,7 @@ import torch
 from refold.compiler.recurrence import duality
 from refold.compiler.recurrence.gated_chunks import CHUNK
 from support.agreement import check
+from support.products import in_turns
 from support.scans import compiled, flat, operators
 
 H, K, V, STEPS = 2, 4, CHUNK, 2 * CHUNK + 5
@@ -92,16 +93,15 @@ def close(got, want):
         assert (a - b).norm() <= 4 * K * STEPS**0.5 * torch.finfo(a.dtype).eps * b.norm()
 
 
-@pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
-@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (2, torch.float64)], ids=["one", "two64"])
-def test_values(fn, operator, batch, dtype):
+@in_turns(found=FOUND, given=[(1, torch.float32), (2, torch.float64)])
+def test_values(found, given):
+    (fn, operator), (batch, dtype) = found, given
     run = compiled(fn)
     with torch.no_grad():
         close(flat(run(*inputs(batch, dtype))), flat(fn(*inputs(batch, dtype))))
     assert operators(run) == [operator]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
 def test_gradients(fn, operator):
     run, results = compiled(fn, verify="off"), []  # its own bound is that of this test
