@@ -14,6 +14,7 @@ from refold.models.configs import Config, HybridConfig, Mixer2Config
 from refold.models.jax import model_for, stack_layers, take_layers_apart, to_device
 from refold.models.jax.layers import embed
 from support.models import CONFIGS, GRANITE, MAMBA, MAMBA2
+from support.products import in_turns
 
 # Models of 130M (Granite: 320M) parameters at their full size: only shapes are needed to compile them.
 MIXER = Mixer2Config(d_model=768, nheads=24, headdim=64, ngroups=1, dstate=128)
@@ -55,11 +56,10 @@ def compiled(function: Any, *arguments: Any, donated: tuple[int, ...] = ()) -> A
     return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("float32", 4), ("bfloat16", 2)])
-def test_work_of_a_step(name: str, dtype: str, rows: int) -> None:
+@in_turns(name=list(PUBLISHED), given=[("float32", 1), ("float32", 4), ("bfloat16", 2)])
+def test_work_of_a_step(name: str, given: tuple[str, int]) -> None:
     """All layers, several rows. In bfloat16 XLA on CPU widens the weights for one row, so that is left out."""
-    config = PUBLISHED[name]
+    config, (dtype, rows) = PUBLISHED[name], given
     model, params = model_for(config), shapes(config, dtype)
     state = jax.eval_shape(lambda: take_layers_apart(state_zeros(config, rows, dtype)))
     tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)

@@ -16,7 +16,7 @@ from refold.models.jax import model_for, to_device
 from refold.models.jax.hybrid import grow_state
 from refold.models.jax.sharding.heads import shard_heads, shard_state
 from refold.models.jax.sharding.prompt import logits_sharded, read_sharded
-from support.products import in_turns
+from support.products import few, in_turns
 
 MIXER = Mixer2Config(d_model=32, nheads=8, headdim=8, ngroups=2, dstate=8, proj_bias=True)
 CONFIGS = {
@@ -45,11 +45,17 @@ def close(a, b) -> None:
 
 
 # Arrays of `jax.make_mesh` have Explicit axes by default; those of `Mesh` are Auto.
-TURNS = in_turns(name=list(CONFIGS), kind=[AxisType.Auto, AxisType.Explicit])
+KINDS = [AxisType.Auto, AxisType.Explicit]
+TURNS = in_turns(name=list(CONFIGS), kind=KINDS)
+
+
+def both_kinds(*rows):
+    """Parametrize with all models and kinds of axes; those that are not given take long, and are exhaustive."""
+    return few(("name", "kind"), [(name, kind) for name in CONFIGS for kind in KINDS], rows)
 
 
 @pytest.mark.slow
-@TURNS
+@both_kinds(("granite", AxisType.Auto), ("mamba", AxisType.Explicit))
 def test_heads_over_devices(name: str, kind: AxisType) -> None:
     config = CONFIGS[name]
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(kind,))
@@ -95,7 +101,7 @@ def loss_of(logits, tokens):
 
 
 @pytest.mark.slow
-@TURNS
+@both_kinds(("bamba", AxisType.Explicit), ("mamba", AxisType.Auto))
 def test_training_over_time(name: str, kind: AxisType) -> None:
     """Loss and all gradients, of arrays that are placed on the mesh that is set: time alone, or rows, too."""
     config, forward = CONFIGS[name], model_for(CONFIGS[name]).forward

@@ -10,6 +10,7 @@ import pytest
 from refold import ops
 from refold.ops.selective_scan import _jax as selective_jax
 from refold.ops.ssd import _jax as ssd_jax
+from support.products import few
 
 PACKS = [None, [0, 0, 13, 14, 29, 40, 40]]
 EPS = np.finfo(np.float32).eps
@@ -67,7 +68,7 @@ def compare(function, op: str, packed: bool, **options) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("segment", "packed"), [(1, True), (2, False), (3, True)])
+@few(("segment", "packed"), [(1, True), (2, False), (3, True)], [(2, False), (3, True)])
 def test_segments(segment: int, packed: bool, monkeypatch) -> None:
     """Ten chunks: in segments of one, in segments that divide them, and in others."""
     plain("ssd", packed)  # before anything is changed
@@ -75,7 +76,7 @@ def test_segments(segment: int, packed: bool, monkeypatch) -> None:
     compare(ssd_jax.ssd.__wrapped__, "ssd", packed, chunk_size=4)
 
 
-@pytest.mark.parametrize(("lane", "packed"), [(1, False), (7, False), (7, True), (40, True)])
+@few(("lane", "packed"), [(1, False), (7, False), (7, True), (40, True)], [(1, False), (7, True)])
 def test_lanes(lane: int, packed: bool, monkeypatch) -> None:
     plain("selective_scan", packed)  # before anything is changed
     monkeypatch.setattr(selective_jax, "default_lane_length", lambda seqlen: lane)

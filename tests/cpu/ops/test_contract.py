@@ -16,7 +16,10 @@ BACKENDS = ("torch", "numba", "jax", *(["triton"] if INTERPRETED else []))
 
 CORE = ("values", "gradients", "no_worse_than_torch")
 SLOW = ("jax", "triton")
-"""They compile for, or interpret, each new shape: some of the cases, and every case in the exhaustive tests."""
+"""They compile for, or interpret, each new shape: some of the cases, and every case in the exhaustive tests.
+
+The others take all cases for what is `CORE`, and some for the rest.
+"""
 
 
 def facts(spec: OpSpec, case: Example) -> Iterator[tuple[Any, ...]]:
@@ -28,6 +31,15 @@ def facts(spec: OpSpec, case: Example) -> Iterator[tuple[Any, ...]]:
     yield "doublings of tokens", 0 if case.lengths else case.sizes.get("t", 0).bit_length()
     yield "strided", case.strided
     yield "lengths", bool(case.lengths), 0 in case.lengths
+
+
+CHOSEN = {spec.name: covering(spec.cases(), lambda case, spec=spec: facts(spec, case)) for spec in all_specs()}
+"""Of each operator the numbers of cases that show all that cases can show."""
+
+
+def shows(spec: OpSpec, case: Example) -> bool:
+    """Say whether a case is among those."""
+    return spec.cases().index(case) in CHOSEN[spec.name]
 
 
 def cells(every: int = 1, *always: str) -> Iterator[Any]:
@@ -48,7 +60,7 @@ def cells(every: int = 1, *always: str) -> Iterator[Any]:
             cases = spec.cases()
             first = [i for i, case in enumerate(cases) if case.name in (spec.complete, *always)]
             if every == 1:
-                first = covering(cases, lambda case, spec=spec: facts(spec, case))
+                first = CHOSEN[spec.name]
             for i, case in enumerate(cases):
                 if backend in SLOW and i % every and i not in first:
                     continue
@@ -59,8 +71,19 @@ def cells(every: int = 1, *always: str) -> Iterator[Any]:
 @pytest.mark.parametrize(("spec", "backend", "case"), list(cells()))
 def test_float32(spec: OpSpec, backend: str, case: Example) -> None:
     given = problem(spec, case)
-    for name in CORE if backend in SLOW else CHECKS:
+    for name in CHECKS if backend not in SLOW and shows(spec, case) else CORE:
         check(name, given, backend)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("spec", "backend", "case"),
+    [c for c in cells() if c.values[1] not in SLOW and not (c.values[2] and shows(c.values[0], c.values[2]))],
+)
+def test_properties_of_all_cases(spec: OpSpec, backend: str, case: Example) -> None:
+    for name in CHECKS:
+        if name not in CORE:
+            check(name, problem(spec, case), backend)
 
 
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in CORE])
