@@ -139,9 +139,11 @@ def without_code(request):
     """Let the graphs of `refold.compile` run operation by operation: code takes half of the time of a compile.
 
     For tests of what a graph becomes, and of its values. That fake values are true, which code relies on, is checked
-    after every pass. There is code in tests marked ``codegen``, and in all where Inductor writes vector instructions.
+    after every pass. There is code in tests marked ``codegen``, and in those marked ``vectors`` where Inductor writes
+    vector instructions.
     """
-    if request.node.get_closest_marker("codegen") or os.environ["TORCHINDUCTOR_VEC_ISA_OK"] != "0":
+    marks = ["codegen"] if os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "0" else ["codegen", "vectors"]
+    if any(map(request.node.get_closest_marker, marks)):
         yield
         return
     from support.trial import no_code

@@ -34,6 +34,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "src/refold/models",
             "src/refold/generate",
             "src/refold/integrations",
+            "src/refold/warm.py",
             "tests/hf",
             "tests/cpu/jax",
             "tests/support",

@@ -14,12 +14,13 @@ from refold.compiler.inductor import show_graph
 from refold.compiler.passes import replace_causal_convolutions, replace_gated_norms
 from refold.report import GraphReport
 from support import families
+from support.products import few, one_in
 
 # Releases from 5.18 on write the contractions as einsum; until then they were multiplied and summed.
 EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
 pytestmark = [
-    pytest.mark.usefixtures("without_code"),  # the second run of `make test` has code,
-    pytest.mark.slow,  # and takes long to write it
+    pytest.mark.usefixtures("without_code"),
+    pytest.mark.slow,  # the second run of `make test` has code of some, and takes long to write it
     pytest.mark.filterwarnings(
         "ignore::UserWarning:transformers.*",
         "ignore::FutureWarning:transformers.*",
@@ -99,7 +100,7 @@ def prefill(name, length):
 CELLS = [("granite", 80), ("bamba", 31), ("bamba", 32), ("mamba2", 80), ("mamba2", 31), ("mamba2", 32)]
 
 
-@pytest.mark.parametrize(("name", "length"), CELLS)
+@few(("name", "length"), CELLS, [("granite", 80), ("bamba", 31), ("mamba2", 32)])
 def test_prefill_is_one_scan(name, length):
     rows = [row for row in prefill(name, length).report.rewrites if row.name == "fuse chunked scan"]
     assert [row.status for row in rows] == ["applied"]
@@ -107,7 +108,7 @@ def test_prefill_is_one_scan(name, length):
 
 
 # Of contractions, the length changes sizes alone: a part of a chunk, one, and several.
-@pytest.mark.parametrize(("name", "length"), [("granite", 80), ("bamba", 31), ("mamba2", 32)])
+@one_in(2, ("name", "length"), [("granite", 80), ("bamba", 31), ("mamba2", 32)])
 def test_contractions_where_the_scan_is_not_faster(name, length, monkeypatch):
     monkeypatch.setattr(pipeline, "PASSES", [one for one in pipeline.PASSES if one.name != "fuse chunked scans"])
     compiled = prefill(name, length)
@@ -133,6 +134,7 @@ def trained(layer, seqlen=40):
     return compiled.report
 
 
+@pytest.mark.vectors
 @pytest.mark.parametrize("name", ["granite", "mamba2"])
 def test_training(name):
     applied = {rewrite.name for rewrite in trained(LAYERS[name]()[0]).rewrites if rewrite.status == "applied"}
@@ -146,6 +148,7 @@ def test_training_by_contractions(monkeypatch):
         assert len(contractions(report)) >= 15
 
 
+@pytest.mark.vectors
 @pytest.mark.parametrize("name", ["bamba", "mamba2"])
 def test_cache_decoding_and_mask(name):
     layer, config = LAYERS[name]()
@@ -165,16 +168,18 @@ def test_cache_decoding_and_mask(name):
     agree(got, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.codegen
-def test_dynamic_length():
+@few("dynamic", [None, True], [None])
+def test_dynamic_length(dynamic):
+    """Symbols for tokens alone, or for all sizes, of which the proofs take three times as long."""
     layer, _ = granite()
     layer.eval()
-    compiled = refold.compile(layer, dynamic=True, **OPTIONS)
+    compiled = refold.compile(layer, dynamic=dynamic, **OPTIONS)
     with torch.no_grad():
         for length in (80, 33):
             x = torch.randn(2, length, 48)
+            torch._dynamo.mark_dynamic(x, 1)
             agree(compiled(x), layer(x))
+    assert len(compiled.report.graphs) == 1
 
 
 def mamba1(**options):
@@ -189,7 +194,7 @@ def scans(report):
     return [r for r in report.rewrites if r.name == "roll up loop" and r.status == "applied"]
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@one_in(2, "batch", [1, 3])
 def test_sequential_scan(batch):
     layer, _ = mamba1(use_associative_scan=False)
     layer.eval()
@@ -222,6 +227,7 @@ def test_sequential_scan_trains():
     assert len(scans(trained(layer, 12))) >= 2, "the forward and its backward"
 
 
+@pytest.mark.vectors
 @pytest.mark.parametrize("training", [False, True])
 def test_associative_scan(training):
     """What transformers calls when it is compiled: a network, read by a matrix product."""
@@ -281,8 +287,7 @@ MIXERS = {  # the scan of a mixer, and whether a gated norm follows it
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MIXERS)
+@few("name", list(MIXERS), ["mamba", "mamba2", "falcon_h1"])
 def test_inference_on_a_gpu_is_made_of_operators(name, monkeypatch):
     """The scan of a Mamba-2 layer reads parts of what the convolution wrote, as they lie in memory."""
     for module in (session, replace_causal_convolutions, replace_gated_norms):

@@ -44,7 +44,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert files(tmp_path) == kept
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_warming_a_process_compiles(tmp_path):
     """The test above can fail."""
     pytest.importorskip("numba")
