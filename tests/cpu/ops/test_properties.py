@@ -1,11 +1,12 @@
 """Random problems: hypothesis draws the sizes and options, and the contract checks them."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import refold.ops as ops
-from refold.ops.spec import Example, load
+from refold.ops.spec import Example, OpSpec, all_specs, load
 from refold.ops.testing import check, problem
 
 OPTIONAL = ("D", "z", "dt_bias", "initial_state")
@@ -103,3 +104,21 @@ def test_zero_steps_leave_the_state_alone(seqlen: int) -> None:
     x, B, start = torch.randn(1, seqlen, 2, 3), torch.randn(1, seqlen, 1, 4), torch.randn(1, 2, 3, 4)
     _, state = ops.ssd(x, torch.zeros(1, seqlen, 2), -torch.ones(2), B, B, initial_state=start, chunk_size=8)
     assert torch.equal(state, start)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in all_specs() if spec.complete], ids=lambda spec: spec.name)
+def test_one_argument_of_32_bits_among_64_makes_no_other_numbers(spec: OpSpec) -> None:
+    """What is computed of it, as gates are, has the precision of the others."""
+    (case,) = [case for case in spec.cases() if case.name == spec.complete]
+    given = problem(spec, case)
+    arrays = {name: torch.from_numpy(array) for name, array in given.arrays.items()}
+    function, narrow = getattr(ops, spec.name), {name: x.float() for name, x in arrays.items() if x.is_floating_point()}
+
+    def run(**changed: torch.Tensor) -> list[torch.Tensor]:
+        found = function(**{**arrays, **{name: x.double() for name, x in narrow.items()}, **changed}, **given.options)
+        return list(found) if isinstance(found, tuple) else [found]
+
+    expected = run()
+    for name, x in narrow.items():
+        if name not in ("x", "v", spec.updates):
+            torch.testing.assert_close(run(**{name: x}), expected, rtol=1e-12, atol=1e-12)

@@ -46,7 +46,7 @@ def log_decay_gradient(
     dlog: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> dict[str, Tensor]:
     """Compute the gradients of the gates, of A_log and of dt_bias from that of the log decays."""
-    raw, rate = _raw(g, A_log, dt_bias)
+    raw, rate = _raw(g.to(dlog.dtype), A_log, dt_bias)
     drate = None
     if lower_bound is not None:
         share = torch.sigmoid(raw if rate is None else rate * raw)

@@ -41,7 +41,7 @@ from refold.ops.delta_rule._prologue import (
 from refold.ops.delta_rule.nonfinite import Bad, spoiled_gradients, spoiled_results
 from refold.ops.lines import Line
 from refold.ops.torch.chunks import Chunks, line
-from refold.ops.torch.pointwise import accumulator, carefully_if_needed, zeros_for_bad
+from refold.ops.torch.pointwise import accumulator, carefully_if_needed, wide, zeros_for_bad
 
 CHUNK_SIZE = 64
 BLOCK_ELEMENTS = 1 << 19
@@ -192,6 +192,7 @@ def _one_token(
 ) -> Tensor:  # fmt: skip
     """Update a state in accumulator precision where it lies, and compute y."""
     heads = (v.shape[0], q.shape[1], v.shape[1] // q.shape[1])  # (b, g, r)
+    q, k, g, beta = wide(q, v), wide(k, v), wide(g, v), wide(beta, v)
     q, k = (normalized(a) if normalize else a.to(state.dtype) for a in (q, k))
     q, k = (a[:, :, None, :, None] for a in (q, k))  # (b, g, 1, n, 1)
     S = state.unflatten(1, heads[1:])  # (b, g, r, n, p)
@@ -229,6 +230,7 @@ def _scan(
 ) -> Scan:  # fmt: skip
     """Compute what comes before the recurrence, and cut the tokens into chunks of a power of two."""
     batch, seqlen = v.shape[:2]
+    q, k, g, beta = wide(q, v), wide(k, v), wide(g, v), wide(beta, v)
     length = 1 << (min(chunk_size or CHUNK_SIZE, seqlen) - 1).bit_length()
     return Scan(
         q=normalized(q) if normalize else q,

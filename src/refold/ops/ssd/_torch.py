@@ -38,6 +38,7 @@ from refold.ops.torch.pointwise import (
     finish_gradient,
     step_size,
     step_size_gradient,
+    wide,
     zeros_for_bad,
 )
 
@@ -183,7 +184,7 @@ def ssd_step(
             dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=x.shape[1], state_dtype=state.dtype,
         )  # fmt: skip
     dtype, groups = accumulator(x.dtype), (B.shape[1], -1)
-    d = step_size(dt, dt_bias, dt_softplus, dt_limit).to(dtype)  # (b, h)
+    d = step_size(wide(dt, x), dt_bias, dt_softplus, dt_limit).to(dtype)  # (b, h)
     decay = torch.exp(d * A.to(dtype))[..., None, None]
     inputs = (x.to(dtype) * d[..., None]).unflatten(1, groups)[..., None]  # (b, g, r, p, 1)
     written = (inputs * B.to(dtype)[:, :, None, None]).flatten(1, 2)  # (b, h, p, n)
@@ -201,7 +202,9 @@ def ssd_step_(*, state: Tensor, **arguments: Any) -> Tensor:
         y, new = ssd_step(state=state, **arguments)
         state.copy_(new)
         return y
-    d = step_size(dt, arguments["dt_bias"], arguments["dt_softplus"], arguments["dt_limit"]).to(dtype)  # (b, h)
+    d = step_size(wide(dt, x), arguments["dt_bias"], arguments["dt_softplus"], arguments["dt_limit"]).to(
+        dtype
+    )  # (b, h)
     state.mul_(torch.exp(d * A.to(dtype))[..., None, None])
     groups = state.view(x.shape[0] * B.shape[1], -1, state.shape[-1])  # (b g, r p, n)
     inputs = (x.to(dtype) * d[..., None]).reshape(*groups.shape[:2], 1)
@@ -240,7 +243,7 @@ class _Scan:
         self.dtype = accumulator(x.dtype)
         # A rate of -inf must not make NaN of the tokens that fill a chunk, whose step is zero.
         self.x, self.B, self.C, self.A = x, B, C, A.to(self.dtype).clamp(min=torch.finfo(self.dtype).min)
-        self.step = step_size(dt, dt_bias, dt_softplus, dt_limit).to(self.dtype)
+        self.step = step_size(wide(dt, x), dt_bias, dt_softplus, dt_limit).to(self.dtype)
         self.log_decay: Tensor | None = None  # where it is not step times A
         self.chunks = Chunks("ssd", seqlen, batch, min(chunk_size or CHUNK_SIZE, seqlen), cu_seqlens)
         nsequences = batch if cu_seqlens is None else len(cu_seqlens) - 1

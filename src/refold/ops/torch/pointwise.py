@@ -18,6 +18,14 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+Optional = TypeVar("Optional", Tensor, Tensor | None)
+
+
+def wide(array: Optional, x: Tensor) -> Optional:
+    """Return an array in float64 if x is float64; None stays None."""
+    return array.double() if array is not None and x.dtype == torch.float64 else array
+
+
 Results = TypeVar("Results", bound=Iterable[Tensor] | dict[str, Tensor])
 
 
