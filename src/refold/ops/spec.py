@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
@@ -306,6 +306,20 @@ class OpSpec:
         """Raise the error that names the first option with a value it cannot have; values are in their order."""
         for option, value in zip(self.options, values, strict=True):
             option.require(self.name, value)
+
+
+def step_of(scan: OpSpec, **own: Any) -> OpSpec:
+    """Make the spec of a scan's step: one token, or a few, after a ``state``, which the twin overwrites.
+
+    Args:
+        scan: The scan.
+        **own: What is the step's own: arguments, options, cases.
+    """
+    y, state = scan.outputs
+    return OpSpec(
+        f"{scan.name}_step", outputs=(y, replace(state, like="state")), flops=scan.flops, constraints=scan.constraints,
+        folder=scan.name, time_optional=True, updates="state", splits=scan.splits, wide_sizes=scan.wide_sizes, **own,
+    )  # fmt: skip
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Example, OpSpec, Option, Output
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Example, OpSpec, Option, Output, step_of
 
 ACTIVATION = Option(
     "activation", None, "str?", lambda v: v is None or (isinstance(v, str) and v == "silu"), "None or 'silu'"
@@ -71,8 +71,8 @@ SPEC = OpSpec(
     wide_sizes={"d": 192},
 )
 
-STEP = OpSpec(
-    name="causal_conv1d_step",
+STEP = step_of(
+    SPEC,
     args=(
         Arg("x", ("b t d",)),
         Arg("weight", ("d w",)),
@@ -80,13 +80,6 @@ STEP = OpSpec(
         Arg("bias", ("d",), optional=True),
     ),
     options=(ACTIVATION,),
-    outputs=(Output("y", "b t d", alone=("weight", "bias")), Output("state", "k d w-1", like="state")),
     cases=_step_cases,
-    flops=_flops,
-    splits=("b", "d"),
-    folder="causal_conv1d",
-    time_optional=True,
-    updates="state",
     complete="all",
-    wide_sizes=SPEC.wide_sizes,
 )

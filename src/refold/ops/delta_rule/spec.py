@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Example, Meta, OpSpec, Option, Output, positive_int
+from refold.ops.spec import (
+    CU_SEQLENS,
+    INTEGERS,
+    Arg,
+    Carry,
+    Example,
+    Meta,
+    OpSpec,
+    Option,
+    Output,
+    positive_int,
+    step_of,
+)
 
 CHUNK = 8  # Of the test cases: small, so that every border is crossed at lengths an interpreter can walk.
 
@@ -193,19 +205,11 @@ SPEC = OpSpec(
     wide_sizes={"h": 4, "p": 64, "n": 64},
 )
 
-STEP = OpSpec(
-    name="delta_rule_step",
+STEP = step_of(
+    SPEC,
     args=(*_TOKENS, Arg("state", ("k h n p",), wide=True), *_GATES),
     options=_OPTIONS,
-    outputs=(Output("y", "b t h p", like="v", alone=("q",)), Output("state", "k h n p", like="state")),
     cases=_step_cases,
-    flops=_flops,
-    splits=("b", "h"),
-    constraints=_constraints,
-    folder="delta_rule",
-    time_optional=True,
-    updates="state",
     updates_strided=True,
     complete="few_tokens",
-    wide_sizes=SPEC.wide_sizes,
 )

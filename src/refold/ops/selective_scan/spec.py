@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Example, Meta, OpSpec, Output
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Carry, Example, Meta, OpSpec, Output, step_of
 from refold.ops.ssd.spec import DT_SOFTPLUS, STATE_DTYPE, decay_rates, step_sizes
 
 BLOCK = 16  # The lengths of the test cases lie around multiples of the time blocks of the implementations.
@@ -109,18 +109,10 @@ SPEC = OpSpec(
     wide_sizes={"d": 96, "n": 16, "g": 2},
 )
 
-STEP = OpSpec(
-    name="selective_scan_step",
+STEP = step_of(
+    SPEC,
     args=(*_INPUTS, Arg("state", ("k d n",), wide=True), *_EXTRAS),
     options=(DT_SOFTPLUS,),
-    outputs=(Output("y", "b t d", alone=("C", "D", "z")), Output("state", "k d n", like="state")),
     cases=_step_cases,
-    flops=_flops,
-    splits=("b", "d"),
-    constraints=_constraints,
-    folder="selective_scan",
-    time_optional=True,
-    updates="state",
     complete="all",
-    wide_sizes=SPEC.wide_sizes,
 )

@@ -20,6 +20,7 @@ from refold.ops.spec import (
     Output,
     float_dtype,
     positive_int,
+    step_of,
 )
 
 CHUNK = 8  # Of the test cases: small, so that every border is crossed at lengths an interpreter can walk.
@@ -143,18 +144,10 @@ SPEC = OpSpec(
     wide_sizes={"h": 4, "p": 64, "n": 128},
 )
 
-STEP = OpSpec(
-    name="ssd_step",
+STEP = step_of(
+    SPEC,
     args=(*_INPUTS, Arg("state", ("k h p n",), wide=True), *_EXTRAS),
     options=(DT_SOFTPLUS, DT_LIMIT),
-    outputs=(Output("y", "b t h p", alone=("C", "D", "z")), Output("state", "k h p n", like="state")),
     cases=_step_cases,
-    flops=_flops,
-    splits=("b", "h"),
-    constraints=_constraints,
-    folder="ssd",
-    time_optional=True,
-    updates="state",
     complete="few_tokens",
-    wide_sizes=SPEC.wide_sizes,
 )
