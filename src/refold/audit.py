@@ -7,7 +7,7 @@ numbers. Each case calls a function of an installed package as its users do, and
 Errors are taken over blocks of tokens, so that a mistake in a few tokens is not hidden by the size of the others. The
 bound is eight roundings of the arithmetic that such kernels use: bfloat16 for bfloat16, TensorFloat-32 for float32.
 
-The delta rule and its relatives are compared with a loop over tokens, and so are refold's own functions that take the
+The delta rule and its relatives are compared with the definition, and so are refold's own functions that take the
 place of fla's.
 """
 
@@ -27,6 +27,7 @@ from refold.compat import PACKAGES
 from refold.compat import causal_conv1d as conv
 from refold.compat import mamba_ssm as mamba
 from refold.errors import first_line
+from refold.ops.delta_rule.reference import delta_rule
 
 ROUNDING = {torch.float32: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ALLOWED = 8  # roundings
@@ -331,23 +332,8 @@ def linear_recurrence(
     q: Tensor, k: Tensor, v: Tensor, scale: float, g: Tensor | None = None, beta: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute S = exp(g) S, S = S + k (beta (v - Sᵀk))ᵀ and o = scale Sᵀq, token by token.
-
-    ``g`` is per head, per key or none. Without ``beta``, nothing is erased: S = S + k vᵀ.
-    """
-    starts = {0} if cu_seqlens is None else set(cu_seqlens.tolist())
-    state, outputs = torch.zeros(()), []
-    for t in range(q.shape[1]):
-        if t in starts:
-            state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-        if g is not None:
-            state = state * (g[:, t, :, None] if g.ndim == 3 else g[:, t]).exp()[..., None]
-        u = v[:, t]
-        if beta is not None:
-            u = beta[:, t, :, None] * (u - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
-        state = state + k[:, t, :, :, None] * u[:, :, None]
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t] * scale))
-    return torch.stack(outputs, 1)
+    """Compute the delta rule by its definition; without ``beta``, nothing is erased."""
+    return delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens, scale=scale, erase=beta is not None)[0]
 
 
 def _attention(decay: str, erases: bool, grads: bool = False, pack: bool = False) -> Callable[..., Compared]:
