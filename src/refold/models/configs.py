@@ -83,6 +83,12 @@ class Mixer2Config:
         """Shape of the recurrent state of one row."""
         return self.nheads, self.headdim, self.dstate
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Rows of the first projection, in their order: a gate, three parts that pass the convolution, and others."""
+        states = self.ngroups * self.dstate
+        return {"z": self.d_inner, "x": self.d_inner, "B": states, "C": states, "dt": self.nheads}
+
 
 @dataclass(frozen=True)
 class DeltaConfig(Mixer2Config):
@@ -92,6 +98,12 @@ class DeltaConfig(Mixer2Config):
     def state(self) -> tuple[int, int, int]:
         """Shape of the recurrent state of one row."""
         return self.nheads, self.dstate, self.headdim
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Rows of the first projection, as of `Mixer2Config`; the others are gates of writes, and of decays."""
+        keys = self.ngroups * self.dstate
+        return {"z": self.d_inner, "q": keys, "k": keys, "v": self.d_inner, "b": self.nheads, "a": self.nheads}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refold.errors import ArgumentError
 from refold.generate.jax import Generator
 from refold.models.checkpoint import random_params
-from refold.models.configs import HybridConfig, Mamba2Config, MambaConfig, Mixer2Config
+from refold.models.configs import DeltaConfig, HybridConfig, Mamba2Config, MambaConfig, Mixer2Config
 from refold.models.jax import model_for, to_device
 from refold.models.jax.hybrid import grow_state
 from refold.models.jax.sharding.heads import shard_heads, shard_state
@@ -30,6 +30,11 @@ CONFIGS = {
     ),
 }  # fmt: skip
 CONFIGS["bamba"] = dataclasses.replace(CONFIGS["granite"], layout="bamba", nexperts=0, rope_dim=2, mlp_bias=True)
+
+CONFIGS["qwen"] = dataclasses.replace(
+    CONFIGS["bamba"], layout="qwen3_5", mlp_bias=False, gated=True,
+    mixer=DeltaConfig(d_model=32, nheads=8, headdim=6, ngroups=2, dstate=8, conv_bias=False),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from refold import ops
 from refold.models.configs import Mamba2Config, Mixer2Config
-from refold.models.jax.layers import Array, Tree, init_state, last_window, linear, rms_norm, select, valid_tokens
+from refold.models.jax import inputs
+from refold.models.jax.layers import Array, Tree, init_state, linear, rms_norm, valid_tokens
 from refold.models.jax.sharding import time as time_shards
 from refold.models.jax.stack import read, read_one
 from refold.ops.jax.layout import step_sizes
@@ -40,8 +41,8 @@ def forward(
         state = init_state(config, batch, params["embedding"].dtype)
     valid = valid_tokens(seqlen, lengths)
 
-    def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
-        weights, conv, ssm = inputs
+    def layer(hidden: Array, held: Any) -> tuple[Array, Any]:
+        weights, conv, ssm = held
         normed = rms_norm(hidden, weights["norm"], config.norm_eps)
         mixed, conv, ssm = mixer(config.mixer, weights, normed, conv, ssm, lengths, valid, chunk_size, time_axis)
         return hidden + mixed, (conv, ssm)
@@ -57,8 +58,8 @@ def step(
     The layers of ``params`` and ``state`` are both stacked or both separate.
     """
 
-    def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
-        weights, conv, ssm = inputs
+    def layer(hidden: Array, held: Any) -> tuple[Array, Any]:
+        weights, conv, ssm = held
         normed = rms_norm(hidden, weights["norm"], config.norm_eps)
         mixed, conv, ssm = mixer_step(config.mixer, weights, normed, conv, ssm, active)
         return hidden + mixed, (conv, ssm)
@@ -71,15 +72,7 @@ def mixer(
     chunk_size: int | None = None, time_axis: str | None = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Mix ``u (b, t, d)`` over time from the states ``conv`` and ``ssm``; padding leaves both as they are."""
-
-    def convolve(x: Array, window: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
-        last = last_window(window, x, lengths)
-        if time_axis is not None:
-            window, last = time_shards.window_before(x, window, time_axis), time_shards.from_last(last, time_axis)
-        y, _ = ops.causal_conv1d(x, weight, bias, activation="silu", initial_state=window)
-        return y, last
-
-    z, x, B, C, dt, conv = _inputs(c, weights, u, conv, convolve)
+    z, x, B, C, dt, conv = _inputs(c, weights, u, conv, inputs.of_tokens(lengths, time_axis))
     if valid is not None:
         dt = jnp.where(valid[..., None], dt, 0)
     A, D = -jnp.exp(weights["A_log"]), weights["D"]
@@ -95,46 +88,20 @@ def mixer_step(
     c: Mixer2Config, weights: Tree, u: Array, conv: Array, ssm: Array, active: Array | None
 ) -> tuple[Array, Array, Array]:
     """Mix one token ``u (b, d)``."""
-
-    def convolve(x: Array, window: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
-        y, new = ops.causal_conv1d_step(x, weight, window, bias, activation="silu")
-        return y, select(active, new, window)
-
-    z, x, B, C, dt, conv = _inputs(c, weights, u, conv, convolve)
+    z, x, B, C, dt, conv = _inputs(c, weights, u, conv, inputs.of_a_token(active))
     if active is not None:
         dt = jnp.where(active[:, None], dt, 0)
     y, ssm = ops.ssd_step(x, dt, -jnp.exp(weights["A_log"]), B, C, ssm, D=weights["D"])
     return _close(c, weights, y, z), conv, ssm
 
 
-def _inputs(c: Mixer2Config, weights: Tree, u: Array, conv: Array, convolve: Any) -> tuple[Array, ...]:
-    """Project ``u`` and convolve; return z, x, B, C, the step sizes dt (float32), and the convolution's new window.
-
-    Parameters spread over devices hold the projection in parts (`refold.models.jax.sharding`).
-    """
-    bc = c.ngroups * c.dstate
-    weight, bias = weights["conv_weight"], weights.get("conv_bias")
-    if "in_proj" in weights:
-        projected = linear(u, weights["in_proj"], weights.get("in_bias"))
-        z, xBC, dt = jnp.split(projected, [c.d_inner, c.d_inner + c.conv_dim], axis=-1)
-        xBC, conv = convolve(xBC, conv, weight, bias)
-        x, B, C = jnp.split(xBC, [c.d_inner, c.d_inner + bc], axis=-1)
-    else:
-        biases = weights.get("in_bias_parts", {})
-        z, x, B, C, dt = (linear(u, weights["in_parts"][name], biases.get(name)) for name in ("z", "x", "B", "C", "dt"))
-        windows, begin = [], 0
-        convolved = []
-        for part in (x, B, C):
-            rows = slice(begin, begin + part.shape[-1])
-            y, window = convolve(part, conv[:, rows], weight[rows], None if bias is None else bias[rows])
-            convolved.append(y)
-            windows.append(window)
-            begin = rows.stop
-        (x, B, C), conv = convolved, jnp.concatenate(windows, axis=1)
-    lead = u.shape[:-1]
-    x = x.reshape(*lead, c.nheads, c.headdim)
-    B, C = B.reshape(*lead, c.ngroups, c.dstate), C.reshape(*lead, c.ngroups, c.dstate)
-    return z, x, B, C, step_sizes(dt, weights["dt_bias"], True, c.dt_limit, jnp.float32), conv
+def _inputs(c: Mixer2Config, weights: Tree, u: Array, conv: Array, convolve: inputs.Convolve) -> tuple[Array, ...]:
+    """Project ``u`` and convolve: z, x, B, C, the step sizes dt (float32), and the convolution's new window."""
+    parts, conv = inputs.project(c, weights, u, conv, convolve)
+    groups = (*u.shape[:-1], c.ngroups, c.dstate)
+    x, B, C = parts["x"].reshape(*u.shape[:-1], c.nheads, c.headdim), parts["B"], parts["C"]
+    dt = step_sizes(parts["dt"], weights["dt_bias"], True, c.dt_limit, jnp.float32)
+    return parts["z"], x, B.reshape(groups), C.reshape(groups), dt, conv
 
 
 def _close(c: Mixer2Config, weights: Tree, y: Array, z: Array) -> Array:

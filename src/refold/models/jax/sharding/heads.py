@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from refold.errors import ArgumentError
-from refold.models.configs import Config, DeltaConfig, HybridConfig, MambaConfig
+from refold.models.configs import Config, HybridConfig, MambaConfig
 from refold.models.jax.sharding import automatic
 
 Tree = Any
@@ -18,7 +18,7 @@ Tree = Any
 # Name of a parameter -> its axis, without the layer axis, that is cut. What is not named is on every device.
 _CUT = {
     "embedding": 0, "head": 0,
-    "z": 0, "x": 0, "dt": 0, "out_proj": 1, "gated_norm": 0, "A_log": 0, "D": 0, "dt_bias": 0,
+    "z": 0, "x": 0, "dt": 0, "b": 0, "a": 0, "out_proj": 1, "gated_norm": 0, "A_log": 0, "D": 0, "dt_bias": 0,
     "x_proj": 1, "dt_proj": 0,
     "q": 0, "k": 0, "v": 0, "o": 1, "q_bias": 0, "k_bias": 0, "v_bias": 0, "mlp_in": 0, "mlp_gate": 0,
     "mlp_up": 0, "mlp_gate_bias": 0, "mlp_up_bias": 0, "mlp_out": 1,
@@ -33,10 +33,8 @@ def shard_heads(config: Config, params: Tree, mesh: Mesh, axis: str = "heads") -
         Parameters for the model's functions and for ``Generator``; their ``in_proj`` is split.
 
     Raises:
-        ArgumentError: the heads do not divide among the devices, or the model has the delta rule.
+        ArgumentError: the heads do not divide among the devices.
     """
-    if isinstance(config, HybridConfig) and isinstance(config.mixer, DeltaConfig):
-        raise ArgumentError("shard_heads: models with the delta rule are not cut by heads. Run them on one device.")
     size = mesh.shape[axis]
     heads = config.d_inner if isinstance(config, MambaConfig) else config.mixer.nheads
     if heads % size:
@@ -72,12 +70,8 @@ def _spec(shape: tuple[int, ...], cut: int | None, size: int, axis: str) -> Part
 
 def take_apart(config: Config, layers: Tree) -> Tree:
     """Replace a stack's fused ``in_proj`` (and bias) by ``in_parts`` (``in_bias_parts``), one matrix per result."""
-    if isinstance(config, MambaConfig):
-        sizes = {"x": config.d_inner, "z": config.d_inner}
-    else:
-        m = config.mixer
-        bc = m.ngroups * m.dstate
-        sizes = {"z": m.d_inner, "x": m.d_inner, "B": bc, "C": bc, "dt": m.nheads}
+    both = {"x": config.d_inner, "z": config.d_inner} if isinstance(config, MambaConfig) else None
+    sizes = both or config.mixer.parts  # type: ignore[union-attr]
     taken = {name: a for name, a in layers.items() if name not in ("in_proj", "in_bias")}
     for fused, parts in (("in_proj", "in_parts"), ("in_bias", "in_bias_parts")):
         if fused in layers:
