@@ -135,7 +135,7 @@ def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
 
 
 def _edited(edit: Callable[[torch.Tensor, torch.Generator], torch.Tensor | None]) -> Change:
-    """Return what edits a copy of each floating-point tensor that has elements, in place or by giving another."""
+    """Make an editor of copies of floating-point tensors that have elements, in place or by giving another."""
 
     def change(like: Sequence[torch.Tensor], seed: int) -> Tensors:
         g, out = generator(seed), []

@@ -46,7 +46,7 @@ OFF: list[str] = []
 
 
 def _find(name: str, default: Any = None) -> Any:
-    """Return what a name stands for; of a class whose instances have it, what one of them has."""
+    """Look a name up; of a class whose instances have it, in one of them."""
     path = name.replace("nn.Module.", "")
     module, _, last = name.rpartition(".")
     try:

@@ -265,7 +265,7 @@ class Race:
             self.case.surroundings(base, candidate, self._modes, self._calls)
 
     def _usage(self, *processs: Process) -> Usage:
-        """Return what was used until now, with what these processes used as this one's own."""
+        """Read what was used until now, with what these processes used as this one's own."""
         found = usage()
         return replace(found, own=found.own + sum(sum(process.processor_time()) for process in processs))
 

@@ -79,7 +79,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 
 def enough(active: Iterable[str]) -> str:
-    """Return what is missing for a sandbox; empty if nothing is."""
+    """Say what is missing for a sandbox; empty if nothing is."""
     active = set(active)
     missing = []
     if "landlock" not in active:

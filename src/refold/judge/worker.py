@@ -250,7 +250,7 @@ class Stub:
         surroundings.seed(seed)
 
     def do_arguments(self) -> Any:
-        """Return what the original's class is made with, unread by the judge."""
+        """Read the arguments that the original's class is made with, unread by the judge."""
         torch.manual_seed(0)
         arguments: Any = getattr(self._source, "get_init_inputs", list)()
         return messages.Arguments(base64.b64encode(pickle.dumps(arguments)).decode())
@@ -631,7 +631,7 @@ def _taken(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 def _objects(args: Any) -> tuple[Any, list[tuple[Any, ...]]]:
-    """Return what a call must leave of the caller's own objects: their structure, and what each tensor is."""
+    """Note what a call must leave of the caller's own objects: their structure, and what each tensor is."""
     leaves: list[torch.Tensor] = []
     tree = _flatten(args, leaves, result=False)
     return tree, [

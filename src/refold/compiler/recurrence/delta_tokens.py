@@ -83,7 +83,7 @@ class Tokens:
         return found
 
     def results(self, y: Node) -> Node:
-        """Return what the last token of each step gives."""
+        """Take what the last token of each step gives."""
         if self.each == 1:
             return y
         batch, _, *rest = value(y).shape
