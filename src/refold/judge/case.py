@@ -46,7 +46,8 @@ class Case:
         self.known = numerics.NOTHING
         self.lucky = False
         self._aliases: list[Any] = []  # what the original's results share memory with
-        self._usual: tuple[float, list[float]] | None = None  # norms of zero-mean inputs and of their gradients
+        # Norms of zero-mean inputs together, of their gradients, and of each input.
+        self._usual: tuple[float, list[float], list[float]] | None = None
         self._past: deque[Result] = deque(maxlen=8)
 
     def round(
@@ -212,7 +213,7 @@ class Case:
         self.docket.step(check, failure, kind=kind, **numbers)
         if kind == "normal" and r is not o:
             if self._usual is None or len(sides) - count > len(self._usual[1]):  # not of a call that asks for some
-                self._usual = rms(call.tensors), [rms([t]) for t in r.tensors[count:]]
+                self._usual = rms(call.tensors), [rms([t]) for t in r.tensors[count:]], [rms([t]) for t in call.tensors]
             self._calibrate(call, r, o)
 
     def _gradient(self, call: Call, o: Result, index: int) -> str:
@@ -234,28 +235,29 @@ class Case:
         Where the original itself loses none, no single element may be far off either.
         """
         unit = numerics.roundoff(self.sides.dtype)
-        grown = max(1.0, rms(call.tensors) / self._usual[0]) ** 2 if self._usual and self._usual[0] else 1.0
+        usual, before, sizes = self._usual or (0.0, [], [])
+        grown = max(1.0, rms(call.tensors) / usual) ** 2 if usual else 1.0
+        times = [max(1.0, rms([t]) / (n or 1.0)) for t, n in zip(call.tensors, sizes, strict=False)]
+        names = self.gradients(call, result)
         for index, (r, o, y) in enumerate(side[:3] for side in sides):
             r, o, y = (t.double() for t in numerics.real(r, o, y))
             if not bool(r.isfinite().all() & o.isfinite().all()):
                 continue
-            # Where it is saturated; one that always vanishes has roundings of terms as large as those of others.
-            left = 100 * unit * (self._usual[1][index] or max(self._usual[1]) if self._usual else 0.0)
+            # What roundings of terms leave: they are as large as a gradient would be that is a product of all other
+            # inputs. One that always vanishes has terms as large as those of others.
+            left = 100 * unit * (before[index] or max(before) if before else 0.0)
+            own_input = names[index].removeprefix("input ") if index < len(names) else ""
+            limit = left * math.prod(n for at, n in enumerate(times) if str(at) != own_input)
             size, own = rms([r]), rms([o - r])
             finite = bool(y.isfinite().all())
-            off, most = rms([y - r]) if finite else math.inf, max(COARSE, 16 * unit) * size
-            saturated, exact = size <= left, own <= DIGITS * size
-            growth = left * grown if saturated else 0.0 if exact else min(left * grown, 0.1 * size)
+            off, saturated = rms([y - r]) if finite else math.inf, size <= limit
+            growth = left * grown if saturated else limit
             growth *= self.sides.longest > 1  # without a sum there are no such products
-            most = max(most, 8 * own, left, growth)
+            most = max(max(COARSE, 16 * unit) * size, 8 * own, left, growth)
             spot = float((y - r).abs().max()) if finite and r.numel() else 0.0
             failure = f"off by {off:.1e}, its size is {size:.1e}" if not off <= most else ""
-            if (
-                exact
-                and not saturated
-                and not failure
-                and spot > max(SPOT, 100 * unit) * max(size, float(r.abs().max()))
-            ):
+            least = max(max(SPOT, 100 * unit) * max(size, float(r.abs().max())), 8 * growth) if r.numel() else 0.0
+            if own <= DIGITS * size and not saturated and not failure and spot > least:
                 failure = f"one element is off by {spot:.1e}, its size is {size:.1e}"
             said = failure and f"{self._gradient(call, result, index)}, {kind} inputs: {failure}"
             self.docket.step("N7", said, kind=kind, error=off, bound=most)

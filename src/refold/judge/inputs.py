@@ -67,7 +67,10 @@ KINDS: dict[str, Kind] = {
     "x3": lambda x, g: 3 * _normal(x, g),
     "x1000": lambda x, g: 1000 * _normal(x, g),
     "huge": _huge,
+    "enormous": lambda x, g: _normal(x, g) * min(2.0**40, torch.finfo(x.dtype).max ** 0.5),
     "tiny": _tiny,
+    "minute": lambda x, g: _normal(x, g) * max(2.0**-60, torch.finfo(x.dtype).tiny ** 0.5),
+    "halves": lambda x, g: torch.randint(-16, 17, x.shape, generator=g) / 2,  # where rounding and steps decide
     "wide exponents": _wide,
     "sparse": _sparse,
     "zero rows": _zero_rows,
@@ -87,7 +90,7 @@ ALONE = {"one is large": 8.0, "one is very negative": -8.0}
 
 # Kinds on which gradients are compared coarsely, if at all.
 SATURATED = ("all large", "all very negative", *ALONE)
-LARGE = ("x1000", "huge", "wide exponents", *UNLIKE, *SATURATED)
+LARGE = ("x1000", "huge", "enormous", "wide exponents", *UNLIKE, *SATURATED)
 
 REPEATED = "repeated"
 # Kinds of which sums may have terms that are all equal.
@@ -277,6 +280,7 @@ def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
     """Yield inputs whose elements lie otherwise in memory: transposed, strided, repeated, at an odd address."""
     fresh = draw("normal", like, seed)
     yield "transposed", [x.mT.contiguous().mT if x.dim() > 1 else x for x in fresh]
+    yield "channels last", [x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x for x in fresh]
     yield "strided", [_spread(x) for x in fresh]
     yield (
         REPEATED,

@@ -142,6 +142,8 @@ USES = {
     "parameters": "for inputs that are parameters",
     "same objects": "for the tensors of the call before, changed in place",
     "between": "if it is called again before its results are used",
+    "changed": "if its results are changed in place",
+    "compiling": "where torch.compiler.is_compiling() is true",
     "overwritten": "if its arguments are overwritten after the call",
     "keywords": "if its arguments are given by their names",
     "jvp": "under torch.func.jvp",
@@ -162,7 +164,7 @@ class How:
         perturb: The byte that new memory is filled with; 0 leaves it.
         keep: Whether the result is kept alive for good.
         flow: How gradients are asked for: ``once``; ``accumulated`` in ``.grad`` by two backwards of one graph;
-            ``added`` to what ``.grad`` holds already; or ``differentiated`` once more.
+            ``added`` to what ``.grad`` holds; ``partly``, from one result alone; or ``differentiated`` once more.
         frozen: Whether no parameter requires a gradient.
         inner: Whether the inputs that require gradients are no leaves, but results of other operations.
         training: The mode of the modules; None leaves it.

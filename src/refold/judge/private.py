@@ -12,7 +12,7 @@ import importlib
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ SWITCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 COSTS = {name: f"S4 does not see {what}" for what, (name, _) in SWITCHES.items()} | {
     "nn.Module._forward_hooks": "S8 does not count hooks of modules",
     "Tensor._backward_hooks": "S1 and S8 do not count hooks of tensors",
+    "Tensor._version": "S1 does not see that an input was changed and changed back",
+    "compiler._is_compiling_flag": "C6 does not try what is done while torch compiles",
     "utils._config_module.ConfigModule.get_config_copy": "S4 does not see settings of torch's compiler",
     "utils._python_dispatch.TorchDispatchMode": "sums are not counted, so bounds are those of short ones; nor is T12",
 }
@@ -71,6 +73,8 @@ class _NoMode:
 _told = {what: (_find(name), tell) for what, (name, tell) in SWITCHES.items()}
 _module_hooks = _find("nn.Module._forward_hooks")
 _tensor_hooks = _find("Tensor._backward_hooks")
+_version = _find("Tensor._version")
+_compiler: Any = None if _find("compiler._is_compiling_flag") is None else torch.compiler
 _config = _find("utils._config_module.ConfigModule.get_config_copy")
 DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", _NoMode)
 """A class whose instances, as context managers, see each operation."""
@@ -107,6 +111,23 @@ def tensor_hooks(t: torch.Tensor) -> list[int]:
     """Return how many hooks of each kind a tensor has."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return [] if _tensor_hooks is None else [len(getattr(t, kind, None) or ()) for kind in kinds]
+
+
+def version(t: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; of inference tensors nobody counts it."""
+    return 0 if _version is None or t.is_inference() else int(t._version)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Let programs see what they see while torch compiles or exports them."""
+    if _compiler is not None:
+        _compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        if _compiler is not None:
+            _compiler._is_compiling_flag = False
 
 
 def warm_compiler() -> None:

@@ -19,7 +19,7 @@ ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small 
 
 def rule(kind: str) -> str:
     """Return the check that compares results on a kind of inputs."""
-    return {"actual": "N1", "normal": "N1", "integers": "N2"}.get(kind, "N4")
+    return {"actual": "N1", "normal": "N1", "integers": "N2", "halves": "N2"}.get(kind, "N4")
 
 
 def judged(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -95,7 +96,9 @@ class Sides:
         terms, docket = self.docket.terms, self.docket
         self.nursery.imports = [_GRADIENTS] if terms.train else []
         texts = self.candidate.text + self.original.text
-        if "torch.compile" in texts and "triton" not in texts:  # which is told before it is imported how to run
+        if (
+            re.search(r"torch\.compile\b", texts) and "triton" not in texts
+        ):  # which is told before it is imported how to run
             self.nursery = self.nursery.other(compiler=True)
         self._giver = self.start(self.original, 1 << 16)
         docket.verdict.sandbox = self._giver.active

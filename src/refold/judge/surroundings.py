@@ -142,11 +142,18 @@ class Surroundings:
                 yield from (f"{f.__module__}.{f.__qualname__}" for f, value in each if part(f) is not value)
         yield from (f"{f.__module__}.{f.__qualname__}" for f, value in known.named if f.__kwdefaults__ != value)
 
+        # What was imported since then is a package's own, but for what the program has put there.
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None) if name not in self._modules else None
+            if isinstance(file, str) and not file.startswith(self._folder):
+                yield from (f"{name}.{n}" for n, f in list(vars(module).items())
+                            if type(f) is FunctionType and f.__code__.co_filename.startswith(self._folder))  # fmt: skip
+
     def _is_packages(self, new: Any) -> bool:
         """Say whether an installed package wrote what is new, as torch's compiler does when it is imported."""
         new = _function(new)
         listens = getattr(new, "__module__", None) == __name__
-        return listens or (id(new) not in self._before.known and not self._is_own(new))
+        return listens or (id(new) not in self._before.known and not self.is_own(new))
 
     def _found(self) -> dict[str, str]:
         values = {
@@ -155,10 +162,10 @@ class Surroundings:
             "import hooks": self._own_finders(),
             "folders of modules": self._own_folders(),
             "modules": self._own_modules(),
-            "functions at exit": [str(f) for f in self._at_exit if self._is_own(f)],
-            "hooks of audits": [str(f) for f in self._audits if self._is_own(f)],
-            "copies of objects": [str(f) for f in copyreg.dispatch_table.values() if self._is_own(f)],
-            "what torch.load lets run": [str(f) for f in torch.serialization.get_safe_globals() if self._is_own(f)],
+            "functions at exit": [str(f) for f in self._at_exit if self.is_own(f)],
+            "hooks of audits": [str(f) for f in self._audits if self.is_own(f)],
+            "copies of objects": [str(f) for f in copyreg.dispatch_table.values() if self.is_own(f)],
+            "what torch.load lets run": [str(f) for f in torch.serialization.get_safe_globals() if self.is_own(f)],
             "warnings as errors": [each for each in warnings.filters if each[0] == "error"],
         }
         return _settings() | {name: str(value) for name, value in values.items()}
@@ -176,7 +183,7 @@ class Surroundings:
         kept = [f for f in now if any(f is old for old in self._finders)]
         lost = [] if len(kept) == len(self._finders) and all(map(_is, kept, self._finders)) else ["those from before"]
         fresh = [f for f in now if not any(f is old for old in self._finders)]
-        return lost + [str(f) for f in fresh if self._is_own(f if isinstance(f, type) or callable(f) else type(f))]
+        return lost + [str(f) for f in fresh if self.is_own(f if isinstance(f, type) or callable(f) else type(f))]
 
     def _own_folders(self) -> list[str]:
         """Folders of an installed package may be added, as a package does with those that it brings along."""
@@ -195,7 +202,7 @@ class Surroundings:
                 others.append(name)
         return sorted(others)
 
-    def _is_own(self, function: Any) -> bool:
+    def is_own(self, function: Any) -> bool:
         """Say whether a function or class is written in no installed package and not in Python's library."""
         while isinstance(function, partial):
             function = function.func

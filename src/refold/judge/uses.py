@@ -120,8 +120,14 @@ def call(use: str, program: Any, args: Any, build: Build, leaves: list[torch.Ten
     return program(*args)
 
 
-def afterwards(use: str, program: Any, build: Build, own: list[torch.Tensor], back: Callable[[Any, Any], Any]) -> None:
+def afterwards(
+    use: str, program: Any, build: Build, own: list[torch.Tensor], results: list[torch.Tensor],
+    back: Callable[[Any, Any], Any],
+) -> None:  # fmt: skip
     """Do what a user does after a call, before its results are used or gradients flow back (``back``)."""
+    if use == "changed":
+        for t in filter(_real, results):
+            t.mul_(2)
     if use == "between":
         for turn in (1, 2):
             others = _others(own, turn)

@@ -20,11 +20,13 @@ import base64
 import contextlib
 import copy
 import ctypes
+import dataclasses
 import importlib
 import importlib.util
 import inspect
 import json
 import mmap
+import operator
 import os
 import pickle
 import signal
@@ -71,6 +73,12 @@ private: Any = _part("private")
 surroundings: Any = _part("surroundings")
 uses: Any = _part("uses")
 
+# Methods of modules that do for users what torch's do: weights are found, trained and hooked by them.
+_REACH = (
+    *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children"),
+    *("named_children", "zero_grad", "requires_grad_", "__call__", "register_forward_hook"),
+    *("register_forward_pre_hook", "register_full_backward_hook"),
+)
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
 _M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
@@ -104,8 +112,12 @@ def _describe(t: torch.Tensor) -> Any:
         odd=[name for name, is_so in zip(messages.ODD, odd, strict=True) if is_so],
         requires_grad=t.requires_grad,
         # Through which no gradients flow later; with methods that may say anything.
-        traits=[messages.TRAITS[0]] * t.is_inference() + [messages.TRAITS[2]] * bool(vars(t)),
+        traits=[messages.TRAITS[0]] * t.is_inference() + [messages.TRAITS[2]] * (bool(vars(t)) or _holds_gradient(t)),
     )
+
+
+def _holds_gradient(t: torch.Tensor) -> bool:
+    return t.is_leaf and t.grad is not None
 
 
 def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
@@ -124,6 +136,9 @@ def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
         return {"dict": _kind(value), "items": items}
     if isinstance(value, (list, tuple)):
         return {"sequence": _kind(value), "items": [_flatten(v, leaves, result=result) for v in value]}
+    if result and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [getattr(value, each.name) for each in dataclasses.fields(value)]
+        return {"sequence": _kind(value), "items": [_flatten(v, leaves, result=True) for v in held]}
     if value is None or (isinstance if not result else _exactly_of)(value, (bool, int, str, float)):
         return {"value": value}
     return {"object": type(value).__qualname__}
@@ -138,7 +153,23 @@ def _kind(value: Any) -> str:
     if type(value) in (dict, list, tuple):
         return type(value).__name__
     fields = getattr(value, "_fields", ())
-    return f"class {type(value).__qualname__}" + (f" of {', '.join(map(str, fields))}" if fields else "")
+    if dataclasses.is_dataclass(value):
+        fields = [each.name for each in dataclasses.fields(value)]
+    module = type(value).__module__.removeprefix("original").removeprefix("candidate")
+    name = ".".join(filter(None, (module, type(value).__qualname__)))
+    name += f" of {', '.join(map(str, fields))}" if fields else ""
+    return f"class {name}" + ("" if _says_one_thing(value) else ", which gives others than it lists")
+
+
+def _says_one_thing(value: Any) -> bool:
+    """Say whether a structure of a class of its own gives by name, by number and in turn the same."""
+    if not isinstance(value, (dict, list, tuple)):
+        return True
+    if isinstance(value, dict):
+        return all(value[name] is v for name, v in dict.items(value)) and list(value) == list(dict.keys(value))
+    held = list(tuple.__iter__(value) if isinstance(value, tuple) else list.__iter__(value))
+    names = [getattr(value, name) for name in getattr(value, "_fields", ())] or held
+    return all(map(operator.is_, value, held)) and all(map(operator.is_, names, held)) and len(value) == len(held)
 
 
 def _key(key: Any, result: bool) -> Any:
@@ -290,6 +321,9 @@ class Stub:
         settings = self._surroundings.settings()
         if others := self._saved_otherwise():
             settings["the memory of what state_dict() gives"] = f"not that of {', '.join(others)}"
+        modules = [] if self._module is None else list(torch.nn.Module.modules(self._module))
+        if own := {n for n in _REACH for m in modules if self._surroundings.is_own(getattr(m, n))}:
+            settings["methods by which users reach it"] = f"its own: {', '.join(sorted(own))}"
         return messages.Inspected(
             state=self.do_state().state,
             modes="" if self._module is None else str(_of_modules(self._module)),
@@ -447,10 +481,11 @@ class Stub:
             wanted = self._wanted(own) if self._back else []
             if ready.flow == "added":
                 _filled(wanted, ready.seed)
-            result = uses.call(use, self._program, args, build, leaves, self._device, ready.seed)
+            with private.compiling() if use == "compiling" else contextlib.nullcontext():
+                result = uses.call(use, self._program, args, build, leaves, self._device, ready.seed)
             left += _left(args, before) + (_left(own, upstream) if upstream else [])
             tree = _flatten(result, outputs, result=True)
-            uses.afterwards(use, self._program, build, own, back)
+            uses.afterwards(use, self._program, build, own, outputs, back)
             if self._back:
                 gradients = _flatten(self._gradients(list(outputs), wanted), outputs, result=True)
                 tree = {"sequence": "with gradients", "items": [tree, gradients]}
@@ -546,7 +581,9 @@ class Stub:
             return [None for _ in wanted]
         ys, cotangents = zip(*pairs, strict=True)
         flow = self._ready.flow
-        if flow == "once":
+        if flow == "partly":
+            ys, cotangents = zip(pairs[self._ready.seed % len(pairs)], strict=True)
+        if flow in ("once", "partly"):
             return list(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True))
         if flow in ("accumulated", "added"):
             for turn in range(2 if flow == "accumulated" else 1):
@@ -635,7 +672,18 @@ def _objects(args: Any) -> tuple[Any, list[tuple[Any, ...]]]:
     leaves: list[torch.Tensor] = []
     tree = _flatten(args, leaves, result=False)
     return tree, [
-        (t.data_ptr(), t.dtype, t.shape, t.stride(), t.requires_grad, private.tensor_hooks(t)) for t in leaves
+        (
+            t.data_ptr(),
+            t.dtype,
+            t.shape,
+            t.stride(),
+            t.requires_grad,
+            private.tensor_hooks(t),
+            private.version(t),
+            _holds_gradient(t),
+            list(vars(t)),
+        )
+        for t in leaves
     ]
 
 
@@ -646,7 +694,7 @@ def _left(args: Any, before: tuple[Any, list[tuple[Any, ...]]]) -> list[str]:
         return []
     if after[0] != before[0]:
         return ["the structure of its arguments"]
-    names = ("memory", "dtype", "shape", "strides", "need of a gradient", "hooks")
+    names = ("memory", "dtype", "shape", "strides", "need of a gradient", "hooks", "version", "gradient", "attributes")
     return [
         f"the {name} of input {index}"
         for index, (old, new) in enumerate(zip(before[1], after[1], strict=True))

@@ -135,6 +135,17 @@ def test_a_function_that_does_something_else_is_seen(name, value, surroundings):
     assert surroundings.replaced() == []
 
 
+def test_what_is_replaced_in_a_later_import_is_seen(surroundings, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    surroundings = surroundings()
+    import colorsys
+
+    assert surroundings.replaced() == []
+    exec(compile("def own(*_): pass", str(tmp_path / "candidate.py"), "exec"), names := {})
+    monkeypatch.setattr(colorsys, "rgb_to_hsv", names["own"])
+    assert surroundings.replaced() == ["colorsys.rgb_to_hsv"]
+
+
 def test_what_packages_do_is_left_to_them(surroundings, tmp_path):
     """A folder is removed at exit by Python's own function; a package finds its own modules; Triton is interpreted."""
     surroundings = surroundings()

@@ -18,6 +18,7 @@ from ..results import alike, identical, judged, unlike
 from ..shared import needed
 from ..sides import State, Tensors
 
+ELEMENTS = 16  # more elements of an input that are changed, one after the other
 USES_LEAST = 4  # ways of use that are tried, however long calls take
 
 
@@ -156,8 +157,9 @@ def stale(case: Case) -> None:
     again = sides.drawn("normal", "again")
     comparison.round("same place", again, check="C1", same_place=True)
     still(case)
-    for kind, change in inputs.CHANGES.items():
-        again = change(again, case.docket.derived(kind))
+    one = next(iter(inputs.CHANGES.items()))
+    for turn, (kind, change) in enumerate((*inputs.CHANGES.items(), *[one] * ELEMENTS)):
+        again = change(again, case.docket.derived(kind, turn))
         comparison.round(kind, again, check="N9", same_place=True)
 
 
@@ -179,6 +181,8 @@ def repeatable(case: Case) -> None:
         sides.settle_state()
         return sides.witness.call(call, docket.terms.timeout)
 
+    for _ in range(2):  # the same inputs, for which there may be a result already
+        case.round("normal", call.tensors)
     results = [ask(call) for _ in range(docket.level.repeats)]
     if not all(alike(results[0], other) for other in results[1:]):
         with sides.of_the_original():
@@ -240,8 +244,8 @@ def gradients(case: Case) -> None:
     if not case.docket.terms.train:
         return
 
-    def call(purpose: str, **options: object) -> Call:
-        return replace(sides.call(sides.drawn("normal", purpose)), **options)  # type: ignore[arg-type]
+    def call(*purpose: str, **options: object) -> Call:
+        return replace(sides.call(sides.drawn("normal", *purpose)), **options)  # type: ignore[arg-type]
 
     compare("inputs that are results, normal", "N7", call("inner", inner=True), "", wide=True)
     compare("gradients that are held, normal", "N7", call("added", flow="added"), "", wide=True)
@@ -253,6 +257,12 @@ def gradients(case: Case) -> None:
     if sides.state:
         frozen = call("frozen", frozen=True)
         compare("frozen parameters, normal", "N7", frozen, "not with frozen parameters", wide=True)
+    if len(sides.outputs) > 1:
+        compare("gradients of one result alone, normal", "N7", call("partly", flow="partly"), "", wide=True)
+    for kind in ("x1000", "minute", "sparse", "zero rows"):
+        flows = call("flows", kind)
+        back = inputs.draw(kind, flows.cotangents, case.docket.derived("flows", kind, "back"))
+        compare(f"{kind} cotangents, normal", "N7", replace(flows, cotangents=back), "", wide=True)
     _plain_sum(case)
     real = [index for index, x in enumerate(sides.first) if inputs.is_real(x)]
     constant = [frozenset(real)] if sides.state else []  # parameters need them still
@@ -269,7 +279,7 @@ def otherwise(case: Case) -> None:
     """C6: the same in other ways to call it, which are drawn at random if calls take long."""
     sides, docket = case.sides, case.docket
     rng, train = random.Random(docket.derived("uses")), docket.terms.train
-    left_out = {*(() if train else ("jvp",)), *(OTHER_DTYPES if sides.random else ())}
+    left_out = {*(() if train else ("jvp", "changed")), *(OTHER_DTYPES if sides.random else ())}
     left_out |= set() if sides.named(sides.tree) else {"keywords"}
     uses = [use for use in USES if use not in left_out]
     rng.shuffle(uses)
