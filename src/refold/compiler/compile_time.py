@@ -34,6 +34,12 @@ def layer_seconds(operations: float) -> float:
     return 0.035 * operations
 
 
-def unrolled_seconds(gm: GraphModule, mode: str) -> float:
-    """Estimate how long Inductor takes for a Dynamo graph whose loops it would have to unroll; 0 if it has none."""
-    return inductor_seconds(_ATEN[mode] * loop_nodes(gm))
+def unrolled_seconds(gm: GraphModule, mode: str, unrolled: int = 0) -> float:
+    """Estimate how long Inductor takes for a Dynamo graph whose loops it would have to unroll; 0 if it has none.
+
+    Args:
+        gm: The graph.
+        mode: ``"inference"`` or ``"training"``.
+        unrolled: How many nodes are of loops that Dynamo has unrolled.
+    """
+    return inductor_seconds(_ATEN[mode] * (loop_nodes(gm) + unrolled))

@@ -25,6 +25,7 @@ from ..ir.cost import Cost, calls_far_less, clearly_less
 from ..ir.source import source_line
 from ..options import Options
 from ..private import TraceAgain, apart, tree_leaves
+from ..recurrence.serial_chains import unrolled_operations
 from ..refusals import refused
 from .region import first_times, undisturbed_rng, with_backward
 from .whole import compare
@@ -118,7 +119,7 @@ def choose_program(
         originals["eager"] = gm
     else:
         report = report.saying("eager was not timed: it does not fit in memory")
-    seconds = unrolled_seconds(gm, report.mode)
+    seconds = unrolled_seconds(gm, report.mode, unrolled_operations(gm.graph))
     unrolled = seconds > RIVAL_S
     costly = rewritten.original_s > ORIGINAL_S and clearly_less(*_costs(report), CLEARLY)
     if "eager" in originals and unrolled:

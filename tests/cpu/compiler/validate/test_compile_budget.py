@@ -86,6 +86,14 @@ def test_rewrites_of_a_graph_over_the_budget_are_not_judged(monkeypatch):
     assert compiled.report.graphs[0].chosen == "eager"
 
 
+def test_a_loop_that_dynamo_has_unrolled_is_not_compiled_to_be_timed(monkeypatch):
+    monkeypatch.setattr("refold.compiler.compile_time.inductor_seconds", lambda operations: operations)
+    x = torch.randn(2, 40, 4)
+    compiled = refold.compile(with_a_scan, strict=True, cache=False, loops="unroll", verify="off")
+    torch.testing.assert_close(compiled(x), with_a_scan(x))
+    assert "torch.compile was not timed: compiling the unrolled loop would take" in str(compiled.report)
+
+
 def test_layers_are_no_loop():
     layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(12)))
     compiled = refold.compile(layers, strict=True, cache=False, compile_budget=0.0001)
