@@ -403,6 +403,8 @@ SPELLINGS = {
 def test_found_and_right(fn, training):
     if fn in (operation, operation_against_time) and torch.__version__ < (2, 13):
         pytest.skip("its scan along another axis than the first has results of another shape, and no gradients")
+    if fn is running_range and training and clamp_shares(False)[0] != 1.0:
+        pytest.skip("since torch 2.14 no clamp hands its gradient to the first of equal values, as max does")
     shapes, found = SPELLINGS[fn]
     generator = torch.Generator().manual_seed(0)
     details = check(fn, [torch.randn(shape, generator=generator) for shape in shapes], training)
@@ -499,7 +501,7 @@ BOUNDED = {
 SHARED = ("of a stack, shared",)
 """Three equal items share a gradient as no pairs do: such a loop stays as it is."""
 FIRST = ("of a stack", "twice", "both sides, by tensors")
-"""What is rewritten where a clamp hands its gradient to its first operand: before torch 2.15."""
+"""What is rewritten where a clamp hands its gradient to its first operand: before torch 2.14."""
 
 
 @pytest.mark.parametrize("name", BOUNDED)

@@ -61,23 +61,26 @@ class Elements:
     parts: tuple[Node, ...]
 
 
-def splits(traced: Traced) -> Iterator[Traced]:
+def splits(traced: Traced, training: bool) -> Iterator[Traced]:
     """Return bodies with elements in place of values: of few carries first, then of all that gain from it.
 
     Args:
         traced: The body; stays as it is.
+        training: Whether a result of the loop has a gradient.
     """
-    splitter = _Splitter(traced, {})
+    splitter = _Splitter(traced, {}, training)
     base = splitter.run()  # what a step puts side by side may be carries already
     least = splitter.rank
     if base is not None:
         yield base
-    alone = {i: found for i in range(traced.carried) if (found := _split_one(traced, {}, i, least)) is not None}
+    alone = {
+        i: found for i in range(traced.carried) if (found := _split_one(traced, {}, i, least, training)) is not None
+    }
     for body, *_ in alone.values():
         yield body
     chosen: dict[int, int] = {}
     for i in alone if len(alone) > 1 else ():
-        found = _split_one(traced, chosen, i, least)
+        found = _split_one(traced, chosen, i, least, training)
         if found is not None:
             last, chosen[i], least = found
     if len(chosen) > 1:
@@ -85,13 +88,13 @@ def splits(traced: Traced) -> Iterator[Traced]:
 
 
 def _split_one(
-    traced: Traced, chosen: dict[int, int], i: int, least: tuple[int, int]
+    traced: Traced, chosen: dict[int, int], i: int, least: tuple[int, int], training: bool
 ) -> tuple[Traced, int, tuple[int, int]] | None:
     """Split one more carry along its best axis: the body, the axis and its rank; None if it does not gain from it."""
     carry, best = traced.placeholders[i], None
     sizes = [known(size) for size in value(carry).shape] if is_tensor(carry) else []
     for axis in reversed([d for d, size in enumerate(sizes) if isinstance(size, int) and 2 <= size <= LONGEST]):
-        splitter = _Splitter(traced, {**chosen, i: axis})
+        splitter = _Splitter(traced, {**chosen, i: axis}, training)
         attempt = splitter.run()
         if attempt is not None and splitter.rank < least:
             best, least = (attempt, axis, splitter.rank), splitter.rank
@@ -101,8 +104,8 @@ def _split_one(
 class _Splitter:
     """Splits some carries of a body along an axis each."""
 
-    def __init__(self, traced: Traced, chosen: dict[int, int]) -> None:
-        self.graph = Graph()
+    def __init__(self, traced: Traced, chosen: dict[int, int], training: bool) -> None:
+        self.graph, self.training = Graph(), training
         self.copies: dict[Node, Node] = {}
         output: Any = self.graph.graph_copy(traced.module.graph, self.copies)
         contents = [self.copies[write.content] for write in traced.writes]
@@ -458,10 +461,12 @@ def _largest(splitter: _Splitter, node: Any) -> _Made:
     dims = {d % rank for d in ([given] if isinstance(given, int) else given or range(rank))}
     if dims != {found.axis} or (single and any(user.args[1] != 0 for user in node.users)):
         raise NotThis
-    # Equal items share a gradient: three do not as by pairs, and since torch 2.15 no clamp hands it to the first.
-    if clamp_shares(False)[0] != 1.0 if single else len(found.parts) > 2 and node.target in _SHARED:
+    # Equal items share a gradient: three do not as by pairs, and since torch 2.14 no clamp hands it to the first.
+    by_pairs = clamp_shares(False)[0] == 1.0 if single else len(found.parts) < 3 or node.target not in _SHARED
+    if splitter.training and not by_pairs:
         raise NotThis
-    total = functools.reduce(functools.partial(splitter.call, _LARGEST[node.target]), found.parts)
+    larger = _LARGEST[node.target] if splitter.training else _VALUES.get(node.target, _LARGEST[node.target])
+    total = functools.reduce(functools.partial(splitter.call, larger), found.parts)
     total = total if keep else splitter.call(aten.squeeze.dim, total, found.axis)
     if not single:
         return total, True
@@ -479,6 +484,10 @@ _LARGEST = {
     aten.logsumexp.default: aten.logaddexp.default,
 }
 _SHARED = (aten.amax.default, aten.amin.default)
+_VALUES = {
+    aten.max.dim: aten.maximum.default,
+    aten.min.dim: aten.minimum.default,
+}  # the same where nothing has a gradient
 
 
 def _product(splitter: _Splitter, node: Any) -> _Made:

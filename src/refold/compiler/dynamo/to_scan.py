@@ -90,7 +90,7 @@ def _find(gm: GraphModule, call: Node, dual: bool) -> CapturedScan:
     try:
         return _best(site, site.traced, dual)
     except NotALoop:
-        for parts in splits(site.traced):
+        for parts in splits(site.traced, site.training):
             with contextlib.suppress(NotALoop):
                 return _best(site, parts, dual)
         raise  # of what the user wrote

@@ -51,7 +51,7 @@ _BOUNDS = {
 
 @functools.cache
 def clamp_shares(number: bool) -> tuple[float, float]:
-    """Return a clamp's shares, by a number or a tensor, as this PyTorch has them: torch 2.15 changed both."""
+    """Return a clamp's shares, by a number or a tensor, as this PyTorch has them: torch 2.14 changed both."""
     with without_modes() or contextlib.nullcontext(), torch.inference_mode(False), torch.enable_grad():
         x = torch.tensor([0.0, math.nan], requires_grad=True)
         y = torch.clamp(x, min=0.0) if number else torch.clamp(x, min=torch.zeros(2))
@@ -162,7 +162,13 @@ def affine(scales: Mapping[Loop, Value | None], offset: Value | None, reset: Val
 
 
 class LoopVectorizer:
-    """Emits what a loop's steps do, for all steps at once."""
+    """Emits what a loop's steps do, for all steps at once.
+
+    Attributes:
+        training: Whether gradients are taken of it. If not, bounds differ by their values alone.
+    """
+
+    training = True
 
     def __init__(self) -> None:
         self.emit = Builder()
@@ -360,6 +366,7 @@ class LoopVectorizer:
         upper, smooth, known = _BOUNDS[node.target]
         shares: tuple[float, float] = known or clamp_shares(not any(isinstance(x.node, Node) for x in rest))
         shares = shares if leaves[0] is mine else (1 - shares[0], shares[1])
+        shares = shares if self.training else _EVEN
         if node.target is aten.hardtanh.default:
             rest = [*rest, *_HARD[len(rest) :]]
         elif node.target in (aten.clamp.default, aten.clamp.Tensor):
@@ -368,9 +375,9 @@ class LoopVectorizer:
             return [Bound(rest[0] if rest else Value(0.0), upper, smooth, shares)]
         low, high = rest
         by_tensors = isinstance(low.node, Node) and isinstance(high.node, Node)
-        if leaves[0] is not mine or (by_tensors and shares != _FIRST):  # as one bound after another no more
+        if leaves[0] is not mine or (by_tensors and self.training and shares != _FIRST):  # no more one after another
             return [None]
-        if by_tensors:  # only what is below the other has a gradient
+        if by_tensors and self.training:  # only what is below the other has a gradient
             below = self._call(aten.lt.Tensor, mine.loop, low, high)
             fixed = self._call(aten.detach.default, mine.loop, low)
             low = self._call(aten.where.self, mine.loop, below, low, fixed)

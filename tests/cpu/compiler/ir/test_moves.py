@@ -144,7 +144,7 @@ def split(r):
     if result is start:
         return
     body = Traced(torch.fx.GraphModule(gm, graph), None, None, step, [start], [result], [], 1, ("h",), [], [], [], [])
-    splitter = split_carries._Splitter(body, {0: axis})
+    splitter = split_carries._Splitter(body, {0: axis}, True)
     found = splitter.run()
     if found is None:
         return
