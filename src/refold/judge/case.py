@@ -250,6 +250,9 @@ class Case:
             limit = left * math.prod(n for at, n in enumerate(times) if str(at) != own_input)
             size, own = rms([r]), rms([o - r])
             finite = bool(y.isfinite().all())
+            if not finite and kind in ("huge", "enormous"):  # as of torch's own attention; it cannot go unseen
+                self.docket.note(f"{self._gradient(call, result, index)} is not finite for {kind} inputs")
+                continue
             off, saturated = rms([y - r]) if finite else math.inf, size <= limit
             growth = left * grown if saturated else limit
             growth *= self.sides.longest > 1  # without a sum there are no such products
@@ -389,13 +392,18 @@ class Case:
     def traces(self, o: Result, y: Result) -> None:
         """S1, S2, S7, U2: what a call did other than returning."""
         self._untouched(o, y)
-        if self._aliases != y.aliases:
+        if self._shared(self._aliases) != self._shared(y.aliases):
             said = f"its results share memory with {y.aliases}, the original's with {self._aliases}"
             self.docket.step("S2", said)
         for index in range(len(self.sides.outputs)):
             if y.reused[index] and not o.reused[index]:
                 said = f"result {index} lies in the memory of an earlier call's result, which is still held"
                 self.docket.step("S7", said)
+
+    def _shared(self, aliases: list[Any]) -> list[Any]:
+        """Leave out what gradients share with one another, which autograd expects; they need not."""
+        count = len(self.sides.outputs)
+        return [None if at >= count and a and a[0] == "output" and a[1] >= count else a for at, a in enumerate(aliases)]
 
     def surroundings(self, original: Process, candidate: Process, modes: str, calls: int = 1) -> None:
         """S1, S3 to S5, S8: what a candidate left, whose modes were these, and its state after so many calls."""

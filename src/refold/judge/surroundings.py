@@ -292,7 +292,8 @@ def _settings() -> dict[str, str]:
         "logging": (logging.root.manager.disable, logging.root.level, logging.root.filters),
         "numpy's errors": None if numpy_random is None else numpy_errors(),
         "decimal numbers": [getattr(decimal.getcontext(), name) for name in ("prec", "rounding", "Emax", "Emin")],
-        "interpreter": (sys.getrecursionlimit(), sys.get_int_max_str_digits(), sys.getdlopenflags()),
+        # Torch's compiler raises the first.
+        "interpreter": (min(sys.getrecursionlimit(), 1000), sys.get_int_max_str_digits(), sys.getdlopenflags()),
         "streams": [id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
         "names of builtins": sorted(vars(builtins).keys() - {"_"}),
         "threads and sockets": (threading.stack_size(), socket.getdefaulttimeout()),

@@ -112,8 +112,13 @@ def _describe(t: torch.Tensor) -> Any:
         odd=[name for name, is_so in zip(messages.ODD, odd, strict=True) if is_so],
         requires_grad=t.requires_grad,
         # Through which no gradients flow later; with methods that may say anything.
-        traits=[messages.TRAITS[0]] * t.is_inference() + [messages.TRAITS[2]] * (bool(vars(t)) or _holds_gradient(t)),
+        traits=[messages.TRAITS[0]] * t.is_inference()
+        + [messages.TRAITS[2]] * (bool(_attributes(t)) or _holds_gradient(t)),
     )
+
+
+def _attributes(t: torch.Tensor) -> list[str]:
+    return [name for name in vars(t) if not name.startswith("_dynamo")]  # of torch's compiler
 
 
 def _holds_gradient(t: torch.Tensor) -> bool:
@@ -681,7 +686,7 @@ def _objects(args: Any) -> tuple[Any, list[tuple[Any, ...]]]:
             private.tensor_hooks(t),
             private.version(t),
             _holds_gradient(t),
-            list(vars(t)),
+            _attributes(t),
         )
         for t in leaves
     ]

@@ -93,7 +93,7 @@ SEEN = {
     "names of builtins": lambda: mock.patch.object(builtins, "zeros", 0, create=True),
     "streams": lambda: contextlib.redirect_stdout(None),
     "signals that wait": lambda: blocked(signal.SIGINT),
-    "interpreter": lambda: for_a_while(sys.setrecursionlimit, 5000, sys.getrecursionlimit()),
+    "interpreter": lambda: for_a_while(sys.setrecursionlimit, 500, sys.getrecursionlimit()),
     "threads and sockets": lambda: for_a_while(socket.setdefaulttimeout, 1.0, None),
     "arithmetic, rounded up": lambda: for_a_while(ctypes.CDLL("libm.so.6").fesetround, 0x800, 0),
     "torch.backends.opt_einsum.enabled": lambda: mock.patch.object(torch.backends.opt_einsum, "enabled", False),
