@@ -11,12 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torchtitan.config import derive, override
-from torchtitan.models.qwen3_5.model import GatedDeltaKernel, GatedDeltaNet
 
 from refold import ops
 from refold.engines import doors
 from refold.errors import ArgumentError, BackendUnsupported
+
+
+def _refused(what: str, why: str) -> BackendUnsupported:
+    return BackendUnsupported(
+        f"gated_delta_rule: {what} of torchtitan {doors.version('torchtitan')} has {why}. "
+        "Leave the override out, or use a newer refold."
+    )
+
+
+try:
+    from torchtitan.config import derive, override
+    from torchtitan.models.qwen3_5.model import GatedDeltaKernel, GatedDeltaNet
+
+    _Config, _convolution = GatedDeltaKernel.Config, GatedDeltaNet._causal_conv
+except (ImportError, AttributeError) as error:
+    if getattr(error, "name", None) == "torchtitan":  # it is not installed
+        raise
+    raise _refused("the model", f"other names: {error}") from error
 
 
 class RefoldGatedDeltaKernel(GatedDeltaKernel):  # type: ignore[misc]
@@ -26,7 +42,7 @@ class RefoldGatedDeltaKernel(GatedDeltaKernel):  # type: ignore[misc]
     """The ranks that share each sequence, as `share` sets them; None if each has whole ones."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GatedDeltaKernel.Config):  # type: ignore[misc]
+    class Config(_Config):  # type: ignore[misc, valid-type]
         """As that of torchtitan, whose ``backend`` has no effect."""
 
     def forward(
@@ -62,7 +78,7 @@ def share(model: nn.Module, group: Any) -> None:
         ArgumentError: The model has no layer with refold's kernel.
         BackendUnsupported: The convolution of these layers has parameters that refold does not know.
     """
-    why = doors.differs(GatedDeltaNet._causal_conv, functools.partial(_causal_conv, group))
+    why = doors.differs(_convolution, functools.partial(_causal_conv, group))
     if why is not None:
         raise _refused("the convolution", why)
     ours = RefoldGatedDeltaKernel
@@ -77,14 +93,7 @@ def share(model: nn.Module, group: Any) -> None:
         layer._causal_conv = functools.partial(_causal_conv, group)
 
 
-def _refused(what: str, why: str) -> BackendUnsupported:
-    return BackendUnsupported(
-        f"gated_delta_rule: {what} of torchtitan {doors.version('torchtitan')} has {why}. "
-        "Leave the override out, or use a newer refold."
-    )
-
-
-@override(target=GatedDeltaKernel.Config, description="refold's gated delta rule")
+@override(target=_Config, description="refold's gated delta rule")
 def gated_delta_rule(config: Any) -> Any:
     """Return the configuration of refold's kernel.
 

@@ -48,12 +48,13 @@ class GatedDeltaNet(torch.nn.Module):
 
 @pytest.fixture
 def plugin(engine, tmp_path):
-    def install(more="", convolution=""):
+    def install(more="", convolution="", renamed=""):
         of = {place.split(":")[1]: parameters for place, parameters in recorded("torchtitan", "0.3.0").items()}
         forward, conv = of["GatedDeltaKernel.forward"] + more, of["GatedDeltaNet._causal_conv"] + convolution
+        model = MODEL.format(forward=forward, conv=conv)
         engine("torchtitan", "0.3.0", {
             "torchtitan.config.override": CONFIG.format(of["override"], of["derive"]),
-            "torchtitan.models.qwen3_5.model": MODEL.format(forward=forward, conv=conv),
+            "torchtitan.models.qwen3_5.model": model.replace(renamed or "\0", "renamed"),
         })  # fmt: skip
         (tmp_path / "torchtitan/config/__init__.py").write_text("from torchtitan.config.override import *")
         module = importlib.import_module("refold.engines.torchtitan")
@@ -91,6 +92,12 @@ def test_a_new_parameter_fails_loudly(plugin):
     module, registry = plugin(", surprise=None")
     with pytest.raises(BackendUnsupported, match=r"torchtitan 0\.3\.0 has unknown parameters surprise"):
         registry["refold.engines.torchtitan.gated_delta_rule"](module.GatedDeltaKernel.Config())
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaKernel", "GatedDeltaNet", "Config", "_causal_conv"])
+def test_a_renamed_part_fails_loudly(plugin, name):
+    with pytest.raises(BackendUnsupported, match=rf"torchtitan 0\.3\.0 has other names: .*{name}.*use a newer refold"):
+        plugin(renamed=name)
 
 
 OFFSETS = torch.tensor([0, 3, 3, 11])
