@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,16 +15,16 @@ from refold.models.torch.layers import Tree, linear
 
 def mixer(
     c: DeltaConfig, weights: Tree, u: Tensor, window: Tensor, state: Tensor, offsets: Tensor | None,
-    chunk_size: int | None = None,
+    chunk_size: int | None = None, group: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mix ``u (b, t, d)`` over time; return it with the last inputs of the convolution and the state."""
     z, qkv, b, a = _parts(c, linear(u, weights["in_proj"]))
     qkv, window = ops.causal_conv1d(
-        qkv, weights["conv_weight"], activation="silu", initial_state=window, cu_seqlens=offsets
+        qkv, weights["conv_weight"], activation="silu", initial_state=window, cu_seqlens=offsets, group=group
     )
     y, after = ops.delta_rule(
         *_heads(c, qkv), g=a, beta=b, A_log=weights["A_log"], dt_bias=weights["dt_bias"], normalize=True,
-        beta_limit=1.0, initial_state=state, cu_seqlens=offsets, chunk_size=chunk_size,
+        beta_limit=1.0, initial_state=state, cu_seqlens=offsets, chunk_size=chunk_size, group=group,
     )  # fmt: skip
     return linear(_gated(c, weights, y, z), weights["out_proj"]), window, after.to(state.dtype)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,20 @@ from torch import Tensor
 
 from refold.models.configs import DeltaConfig, HybridConfig
 from refold.models.torch import delta, mamba2, steps
-from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, linear, output, rms_norm, rotate, wide
+from refold.models.torch.layers import (
+    Rows,
+    Tree,
+    add_norm,
+    embed,
+    init_state,
+    linear,
+    output,
+    rms_norm,
+    rotate,
+    told,
+    wide,
+)
+from refold.ops.torch.cuts import whole
 
 QUERY_BLOCK = 1024
 """Queries whose scores against what was read before are held at one time."""
@@ -34,14 +48,14 @@ def grow_state(state: Tree, capacity: int) -> Tree:
 
 def forward(
     config: HybridConfig, params: Tree, tokens: Tensor, state: Tree | None = None, *,
-    lengths: Sequence[int] | None = None, kind: str = "last", chunk_size: int | None = None,
+    lengths: Sequence[int] | None = None, kind: str = "last", chunk_size: int | None = None, group: Any = None,
 ) -> tuple[Tensor, Tree]:  # fmt: skip
     """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
     c = config
-    rows = Rows.of(tokens, lengths)
+    rows = Rows.of(tokens, lengths, None if group is None else told(group, tokens))
     if state is None:
         dtype = params["embedding"].dtype
-        state = init_state(c, rows.batch, dtype, device=tokens.device, capacity=rows.seqlen)
+        state = init_state(c, rows.batch, dtype, device=tokens.device, capacity=rows.length)
     past = state["length"].tolist()
     hidden, mixed = embed(params, rows.tokens) * c.embedding_multiplier, None
     windows, states = list(state["conv"]), list(state["ssm"])
@@ -53,7 +67,7 @@ def forward(
         hidden, normed = add_norm(hidden, mixed, common["norm"], c.norm_eps, c.residual_multiplier)
         if kind_ == "mixer":
             mixed, windows[i], states[i] = _mixer(c).mixer(
-                c.mixer, weights, normed, windows[i], states[i], rows.offsets, chunk_size
+                c.mixer, weights, normed, windows[i], states[i], rows.offsets, chunk_size, rows.group
             )
         else:
             mixed = _attention(c, weights, normed, rows, past, state["k"][i], state["v"][i])
@@ -62,9 +76,8 @@ def forward(
         if c.nexperts:
             mixed = mixed + _experts(c, common, normed, normed.numel() // c.d_model * c.experts_per_token <= c.nexperts)
     _, normed = add_norm(hidden, mixed, params["norm"], c.norm_eps, c.residual_multiplier)
-    after = {**state, "length": rows.grown(state["length"])}
-    if windows:
-        after |= {"conv": torch.stack(windows), "ssm": torch.stack(states)}
+    mixed_states = {"conv": torch.stack(windows), "ssm": torch.stack(states)} if windows else {}
+    after = {**state, **rows.after(state, **mixed_states)}
     out = output(params, normed, rows, kind)
     return out if kind == "hidden" else out / c.logits_divisor, after
 
@@ -132,13 +145,18 @@ def _attention(
     q, k, v, gate = _heads(config, weights, products)
     answers = []
     for r, (query, key, value) in enumerate(zip(*(rows.apart(a) for a in (q, k, v)), strict=True)):
-        before, after = past[r], past[r] + len(key)
-        position = torch.arange(before, after, device=u.device)
+        before = past[r]
+        position = before + rows.positions(len(key), u.device)
         query, key = (rotate(a, position, config.rope_theta, config.rope_dim) for a in (query, key))
+        if rows.group is not None:
+            key, value = (whole(rows.group, a[None])[0] for a in (key, value))
+        after = before + len(key)
         k_cache[r, before:after], v_cache[r, before:after] = key.detach(), value.detach()
         if before:
             key, value = torch.cat([k_cache[r, :before], key]), torch.cat([v_cache[r, :before], value])
-        answers.append(_attend(config, query, key, value))
+        parts, ends = zip(*rows.runs(len(query)), strict=True)
+        runs = zip(query.split(parts), (before + end for end in ends), strict=True)
+        answers.append(torch.cat([_attend(config, run, key[:end], value[:end]) for run, end in runs]))
     y = rows.joined(answers).flatten(-2)
     return linear(y if gate is None else y * gate, weights["o"], weights.get("o_bias"))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from refold.errors import ArgumentError
 from refold.models.configs import Config
 from refold.models.counts import state_shapes
-from refold.ops.torch.cuts import Cut, summed
+from refold.ops.torch.cuts import Cut, agree, pieces, summed
 
 Tree = Any
 
@@ -125,6 +125,15 @@ def head(params: Tree, normed: Tensor) -> Tensor:
     return linear(normed, params.get("head", params["embedding"])).to(wide(normed.dtype))
 
 
+def told(group: Any, tokens: Tensor) -> Cut:
+    """Ask the ranks of a group for the tokens ``(b, t)`` that each has, if that is not known."""
+    cut = group if isinstance(group, Cut) else Cut(group)
+    if cut.lengths is not None:
+        return cut
+    lengths = agree(cut, "forward", {"rows": len(tokens)}, tokens.shape[1], tokens.device, refused=False)
+    return Cut(cut.group, tuple(lengths), cut.layout)
+
+
 @dataclass
 class Rows:
     """Rows of tokens of any lengths, as one pack: ``tokens (1, total)``, or ``(b, t)`` where all are equally long.
@@ -184,6 +193,23 @@ class Rows:
     def joined(self, rows: list[Tensor]) -> Tensor:
         """Undo `apart`."""
         return torch.stack(rows) if self.offsets is None else torch.cat(rows)[None]
+
+    @property
+    def length(self) -> int:
+        """The tokens of a row on all ranks."""
+        return self.seqlen if self.group is None else sum(self.group.lengths)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Give the places of a row's tokens in the row, which may lie on several ranks."""
+        found: Tensor = torch.arange(length, device=device) if self.group is None else self.group.positions(device)
+        return found
+
+    def runs(self, length: int) -> list[tuple[int, int]]:
+        """Give the tokens of each run of a row's tokens, and where it ends in the row."""
+        if self.group is None:
+            return [(length, length)]
+        own = [p for p in pieces(self.group.lengths, self.group.layout) if p.rank == self.group.rank]
+        return [(p.end - p.begin, p.end) for p in sorted(own, key=lambda p: p.at)]
 
     def grown(self, length: Tensor) -> Tensor:
         """Return how many tokens each row has read, after these."""
