@@ -1,6 +1,7 @@
 """What refold tells people to do names things that exist: extras, commands, options, variables, functions."""
 
 import ast
+import functools
 import inspect
 import re
 import tomllib
@@ -30,11 +31,11 @@ def texts(source):
     """Yield the strings of a program that are more than one word, and no docstrings; ``{}`` stands for what varies."""
     tree = ast.parse(source)
     skipped = set(docstrings(tree))
-    parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    skipped |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             text = "".join(str(x.value) if isinstance(x, ast.Constant) else "{}" for x in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped | parts:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
             text = node.value
         else:
             continue
@@ -42,6 +43,7 @@ def texts(source):
             yield text
 
 
+@functools.cache
 def said():
     return [(path.name, text) for path in SOURCES for text in texts(path.read_text())]
 

@@ -36,7 +36,6 @@ def outside(root):
     return {file: found for file, found in names.items() if found and not file.startswith(DOORS)}
 
 
-@pytest.mark.slow
 def test_private_names_are_used_at_doors_only():
     assert outside(ROOT) == {}
 

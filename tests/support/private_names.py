@@ -1,6 +1,7 @@
 """Names of other packages that are not their public interface, as far as refold uses them."""
 
 import ast
+import functools
 from pathlib import Path
 
 import refold
@@ -19,10 +20,16 @@ def is_private(name):
     return first in PACKAGES and (hidden or name.startswith(UNSTABLE)) and not operator
 
 
+@functools.lru_cache(maxsize=1)
+def nodes(source):
+    """List the nodes of a program; of the last one they are kept."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def imported(path):
     """Return the private names that a file imports, as (module, name)."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.ImportFrom) and not node.level:
             found |= {(node.module, alias.name) for alias in node.names if is_private(f"{node.module}.{alias.name}")}
         elif isinstance(node, ast.Import):
@@ -33,7 +40,7 @@ def imported(path):
 def on_objects(path, own):
     """Return the private attributes of objects that a file uses, but for those in ``own`` and of operators."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             holder = ast.unparse(node.value)
             operator = holder.startswith(("aten", "prims", "torch.ops."))  # which a saved program may hold: these stay
@@ -45,7 +52,7 @@ def on_objects(path, own):
 def defined(paths):
     """Return the private names that some files define: functions, classes, variables, attributes of ``self``."""
     found = set()
-    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
+    for node in (node for path in paths for node in nodes(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -58,7 +65,7 @@ def defined(paths):
 def used(path):
     """Return all private names that a file uses, dotted: imported, or as attributes of an imported package."""
     found = {".".join(pair) for pair in imported(path)}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         parts = []
         while isinstance(node, ast.Attribute):
             parts.insert(0, node.attr)
