@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("src/refold/compiler", "src/refold/verify", "tests/cpu/compiler", "tests/support"),
     ),
     "models": (
-        ("tests/hf", "tests/cpu/jax/test_parallel.py"),
+        ("tests/hf", *(f"tests/cpu/jax/test_{name}.py" for name in ("parallel", "counts", "generate"))),
         (
             "src/refold/models",
             "src/refold/generate",

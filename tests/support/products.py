@@ -47,13 +47,10 @@ def in_turns(**values: Sequence[Any]) -> pytest.MarkDecorator:
     )
 
 
-def few(names: str | tuple[str, ...], rows: Sequence[Any], kept: Iterable[Any], **more: Any) -> pytest.MarkDecorator:
+def few(names: str | tuple[str, ...], rows: Sequence[Any], kept: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize with rows; those that are not among ``kept`` are exhaustive."""
     tuples = [row if isinstance(names, tuple) else (row,) for row in rows]
-    kept = list(kept)
-    return pytest.mark.parametrize(
-        names, others_exhaustive(tuples, [i for i, row in enumerate(rows) if row in kept]), **more
-    )
+    return pytest.mark.parametrize(names, others_exhaustive(tuples, [i for i, r in enumerate(rows) if r in kept]))
 
 
 def one_in(count: int, names: str | tuple[str, ...], rows: Sequence[Any], **more: Any) -> pytest.MarkDecorator:

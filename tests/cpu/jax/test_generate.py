@@ -8,6 +8,7 @@ from refold.generate.generator import bucket
 from refold.generate.jax import Generator, choose
 from refold.models.checkpoint import random_params
 from support.models import CONFIGS, MAMBA2
+from support.products import few
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 
@@ -17,7 +18,7 @@ def generators() -> dict[str, Generator]:
     return {name: Generator(config, random_params(config)) for name, config in CONFIGS.items()}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@few("name", list(CONFIGS), ["mamba", "granite"])
 def test_stacked_layers_give_the_same_tokens(name: str, generators) -> None:
     stacked = Generator(CONFIGS[name], generators[name].params, layers_apart=False)
     assert stacked.generate(PROMPTS, 11) == generators[name].generate(PROMPTS, 11)

@@ -12,7 +12,7 @@ from refold import ops
 from refold.ops.spec import CU_SEQLENS, Example, load
 from refold.ops.testing import problem
 from refold.ops.testing.contract import relative_error
-from support.products import one_in
+from support.products import few
 
 EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state", "reset", "g", "beta", "r", "A_log"})
 SIZES = {
@@ -77,7 +77,19 @@ def symbols(one):
 
 
 @pytest.mark.slow
-@one_in(2, ("name", "packed"), [*((n, False) for n in SIZES), *((n, True) for n in PACKED)])
+@few(
+    ("name", "packed"),
+    [*((n, False) for n in SIZES), *((n, True) for n in PACKED)],
+    [
+        ("ssd", False),
+        ("ssd_step", False),
+        ("selective_scan", True),
+        ("delta_rule", False),
+        ("linear_scan", False),
+        ("causal_conv1d", True),
+        ("gated_rmsnorm", False),
+    ],
+)
 def test_one_program_serves_all_lengths(name, packed):
     calls = [given(name, 1, sum(lengths), lengths) for lengths in PACKS] if packed else None
     calls = calls or [given(name, *sizes) for sizes in BATCHES]
