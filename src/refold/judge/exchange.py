@@ -46,9 +46,11 @@ _OPERATORS: dict[type, Any] = {
 # Calls are by the order of inputs. A float64 process computes in float64; else each input has its own dtype.
 _COMMON = """
 
+import json as _json
+
 import torch as _torch
 
-_SPEC = $spec
+_SPEC = _json.loads($spec)
 
 
 def _cast(values):
@@ -129,7 +131,7 @@ def _whole(read: Callable[_Given, _Read]) -> Callable[_Given, _Read]:
     def reading(*args: _Given.args, **kwargs: _Given.kwargs) -> _Read:
         try:
             return read(*args, **kwargs)
-        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError) as error:
             if isinstance(error, RefoldError):
                 raise
             said = f"{type(error).__name__}: {str(error)[:200]}"
@@ -240,13 +242,14 @@ class Solution:
         if language not in ("python", "triton"):
             raise TargetError(f"{path}: solutions in python and triton can be judged, not in {language[:40]!r}")
         file, separator, function = _field(spec, "entry_point", str, path).partition("::")
-        sources = {}
+        sources: dict[str, str] = {}
         for each in _field(data, "sources", list, path):
             if not isinstance(each, dict) or not all(isinstance(each.get(n), str) for n in ("path", "content")):
                 raise TargetError(f"{path}: each of sources must have a path and a content")
             if Path(each["path"]).is_absolute() or ".." in Path(each["path"]).parts:
                 raise TargetError(f"{path}: the source {each['path']!r} would lie outside of its folder")
-            sources[each["path"]] = each["content"]
+            if sources.setdefault(each["path"], each["content"]) != each["content"]:
+                raise TargetError(f"{path}: the source {each['path']!r} is there twice")
         if not separator or not function.isidentifier() or file not in sources or not file.endswith(".py"):
             raise TargetError(f"{path}: entry_point must be FILE.py::FUNCTION, and FILE.py one of its sources")
         places = spec.get("destination_passing_style")
@@ -273,7 +276,7 @@ class Workload:
             TargetError: One of them is none.
         """
         try:
-            found = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+            found = [_parsed_json(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         except (ValueError, OSError):
             found = [_read(path)]
         out = []
@@ -321,7 +324,7 @@ def programs(
     places = _takes_places(solution, entry_text, len(inputs)) if solution.places is None else solution.places
     below = max(min([each["size"][0] for each in inputs.values() if each["size"]], default=2), 1)
     spec = {"axes": sizes, "inputs": inputs, "outputs": outputs, "places": places, "below": below}
-    common = Template(_COMMON).substitute(spec=repr(spec))
+    common = Template(_COMMON).substitute(spec=repr(json.dumps(spec)))
     original = source(definition.reference + common + _ORIGINAL, name="reference.py", role="original")
     text, entry = entry_text, solution.entry[1]
     if len(solution.sources) > 1:
@@ -418,14 +421,14 @@ def _stored(
 
 
 def _takes_places(solution: Solution, text: str, inputs: int) -> bool:
-    """Say whether the entry takes its results, too, by the number of its parameters."""
+    """Say whether the entry takes its results, too, by the number of its parameters without a default."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TargetError(f"the source {solution.entry[0]} of {solution.name} is not Python: {error}") from error
     for node in nodes:
         if isinstance(node, ast.FunctionDef) and node.name == solution.entry[1]:
-            return len(node.args.posonlyargs) + len(node.args.args) > inputs
+            return len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults) > inputs
     return False
 
 
@@ -443,7 +446,7 @@ def _tensors(data: dict[str, Any], axes: Mapping[str, Any], path: Path) -> dict[
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
+        data = _parsed_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise TargetError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -451,6 +454,18 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise TargetError(f"{path} must hold an object")
     return data
+
+
+def _parsed_json(text: str) -> Any:
+    """Parse JSON in which no name stands twice: another reader could take the other value."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError(f"a name stands twice among {', '.join(found)[:200]}")
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
 
 
 def _field(data: dict[str, Any], name: str, kind: type, path: Path) -> Any:

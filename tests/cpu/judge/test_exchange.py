@@ -78,6 +78,7 @@ def _files(folder, solution, definition=DEFINITION):
         (_solution(sources={"main.py": PLACED}, destination_passing_style=True), "PASSED"),
         (_solution(sources={"main.py": PLACED}), "PASSED"),
         (_solution(sources=FILES), "PASSED"),
+        (_solution(sources={"main.py": RIGHT.replace("eps):", "eps, block=64):")}), "PASSED"),
         (_solution(sources={"main.py": RIGHT.replace("None, eps)", "None, 1.0)")}), "INCORRECT_NUMERICAL"),
         (_solution(sources={"main.py": RIGHT.replace(".to(x.dtype)", "")}), "INCORRECT_DTYPE"),
         (_solution(sources={"main.py": RIGHT.replace("return", "raise ValueError\n    return")}), "RUNTIME_ERROR"),
@@ -144,6 +145,7 @@ def test_a_definition_that_is_none(change, message, tmp_path):
         (_solution(entry_point="main.py"), "entry_point must be"),
         (_solution(sources={"../main.py": ""}), "outside of its folder"),
         (_solution() | {"sources": []}, "sources must be a list"),
+        (_solution() | {"sources": [{"path": "main.py", "content": text} for text in (RIGHT, "")]}, "is there twice"),
         (_solution() | {"definition": "other"}, "solves other, not rmsnorm_h64"),
     ],
 )
@@ -192,6 +194,33 @@ def test_whatever_stands_in_a_file_is_read_or_refused(at, tmp_path):
         except TargetError:
             refused += 1
     assert refused > 50
+
+
+def test_a_name_that_stands_twice(tmp_path):
+    path = tmp_path / "solution.json"
+    path.write_text(json.dumps(_solution()).replace('"author"', '"name": "another", "author"'))
+    with pytest.raises(TargetError, match="stands twice"):
+        exchange.Solution.read(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1 << 70])
+def test_numbers_that_json_can_hold_end_in_a_verdict(value, nursery, tmp_path):
+    inputs = {"eps": {"type": "scalar", "value": value}}
+    (tmp_path / "w.jsonl").write_text(json.dumps(WORKLOAD | {"inputs": inputs}))
+    options = {"nursery": nursery, "level": "quick", "accept": "right", "threads": 1}
+    ((verdict, trace),) = judge_solution(*_files(tmp_path, _solution()), tmp_path / "w.jsonl", **options)
+    assert verdict.outcome in ("accepted", "unjudged"), str(verdict)
+    json.dumps(trace)
+
+
+def test_tensors_that_no_memory_holds(tmp_path):
+    axes = {"batch": 1 << 30, "twice": (1 << 31) - 1}
+    inputs = {"x": {"type": "random"}, "weight": {"type": "safetensors", "path": "a", "tensor_key": "b"}}
+    (tmp_path / "w.jsonl").write_text(json.dumps(WORKLOAD | {"axes": axes, "inputs": inputs}))
+    definition = DEFINITION | {"inputs": {name: DEFINITION["inputs"][name] for name in ("x", "weight")}}
+    definition["inputs"]["x"] = {"shape": ["twice", "twice", "twice"], "dtype": "bfloat16"}
+    with pytest.raises(TargetError):
+        list(judge_solution(*_files(tmp_path, _solution(), definition), tmp_path / "w.jsonl"))
 
 
 @pytest.mark.parametrize("given", [{"path": "/etc/passwd"}, {"path": "a\0b"}, {"path": "."}, {"tensor_key": ["x"]}, {}])
