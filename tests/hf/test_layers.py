@@ -75,6 +75,7 @@ def mamba2():
 
 LAYERS = {"granite": granite, "bamba": bamba, "mamba2": mamba2}
 OPTIONS = {"accept": "always", "strict": True}
+WITH_CODE = functools.partial(pytest.param, marks=pytest.mark.vectors)  # in the second run of `make test`
 
 
 def agree(a, b, factor=64):
@@ -134,8 +135,7 @@ def trained(layer, seqlen=40):
     return compiled.report
 
 
-@pytest.mark.vectors
-@pytest.mark.parametrize("name", ["granite", "mamba2"])
+@pytest.mark.parametrize("name", ["granite", WITH_CODE("mamba2")])
 def test_training(name):
     applied = {rewrite.name for rewrite in trained(LAYERS[name]()[0]).rewrites if rewrite.status == "applied"}
     assert "fuse chunked scan" in applied
@@ -148,8 +148,7 @@ def test_training_by_contractions(monkeypatch):
         assert len(contractions(report)) >= 15
 
 
-@pytest.mark.vectors
-@pytest.mark.parametrize("name", ["bamba", "mamba2"])
+@pytest.mark.parametrize("name", ["bamba", WITH_CODE("mamba2")])
 def test_cache_decoding_and_mask(name):
     layer, config = LAYERS[name]()
     layer.eval()
@@ -227,8 +226,7 @@ def test_sequential_scan_trains():
     assert len(scans(trained(layer, 12))) >= 2, "the forward and its backward"
 
 
-@pytest.mark.vectors
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [False, WITH_CODE(True)])
 def test_associative_scan(training):
     """What transformers calls when it is compiled: a network, read by a matrix product."""
     layer, _ = mamba1()
