@@ -42,7 +42,7 @@ REASONS = {
         "small, their gradients are small.",
     ),
     "decay-sign": (
-        "a state that is read and corrected is multiplied by what may be negative",
+        "in training, a state that is read and corrected is multiplied by what may be negative",
         "Compute the decay in the compiled function, as torch.exp(g) or torch.sigmoid(a).",
     ),
     "deque": (

@@ -446,7 +446,7 @@ NAMES = {
     "step-number": "step 1, counted from 0, is the first for which `step % 2 == 0` is not true",
     "write-uneven": "`out`",
 }
-TRAINED = {"detached", "hook", "no-gradient"}
+TRAINED = {"decay-sign", "detached", "hook", "no-gradient"}
 
 
 def told(fn, *calls, mode="inference", dynamic=None):

@@ -80,6 +80,11 @@ class Corrections:
             number, found = number * scale, found + parts
         return number, found
 
+    @property
+    def signless(self) -> bool:
+        """Whether no decay can be negative."""
+        return all(sign(term.node).nonnegative for term in self.decay[1])
+
     def terms(self, factors: Weighted) -> list[Placed]:
         """Return a step's factors over all steps."""
         found = []
@@ -105,9 +110,11 @@ class Corrections:
 
 
 def refuses_rank_one(facts: Corrections) -> str | None:
-    """Say why the operator does not take the decays: it wants their logarithms."""
-    number, factors = facts.decay
-    known = number > 0 and all(sign(term.node).nonnegative for term in factors)
+    """Say why the operator does not take the decays: it wants their logarithms, which say nothing of a sign.
+
+    Where no gradient is taken, signs are kept apart (`_signs`).
+    """
+    known = facts.signless or not torch.is_grad_enabled()
     return None if known else "the state is multiplied by what may be negative"
 
 
@@ -120,24 +127,51 @@ def rank_one(facts: Corrections) -> tuple[dict[Node, Node], Node]:
         given["beta"] = facts.laid(facts.terms(step.beta), 1.0, [])
     if (step.reads.number, Counter(step.reads.parts)) != (1.0, Counter(step.keys.parts)):
         given["r"] = facts.laid(facts.terms(step.reads), step.reads.number, [n])
+    signs, own = (None, None) if facts.signless else _signs(facts)
+    for name in ("k", "r"):
+        given[name] = _times(emit, given[name], signs)
+    if step.early:
+        given["r"] = _times(emit, given["r"] or given["k"], own)
     state_order = [facts.rows[0], *facts.rows[2:], n, facts.channel]
     if facts.initial is not None:
         start = emit.permute(facts.initial, [axis - 1 for axis in state_order if axis is not None])
         start = emit.reshape(start, [1 if axis is None else facts.shape[axis] for axis in state_order])
         given["initial_state"] = emit.dense(facts.merged(start, 1))
     under = None if step.under is None else facts.laid(facts.terms(step.under), 1.0, [n])
-    tokens = Tokens(emit, facts.count, step.early, under)
+    tokens = Tokens(emit, facts.count, step.early, _times(emit, under, signs))
     given = tokens.arguments(given)
     found, last = dict[Node, Node](), None
     for query in step.queries or [None]:
         q = k if query is None else facts.laid(facts.terms(query.factors), query.factors.number, [n], k)
-        result = emit.call(RANK_ONE.target, *RANK_ONE.args(q=tokens.queries(q), **given, scale=1.0))
+        result = emit.call(
+            RANK_ONE.target, *RANK_ONE.args(q=tokens.queries(_times(emit, q, signs)), **given, scale=1.0)
+        )
         mark_as_made(result)
         if query is not None:
             found[query.node] = _read(facts, query, tokens.results(emit.call(getitem, result, 0)))
         last = last or tokens.state(emit.call(getitem, result, 1))
     assert last is not None
+    if signs is not None:
+        ends = emit.call(aten.unsqueeze.default, emit.call(aten.select.int, signs, 1, -1), -1)
+        last = emit.call(aten.mul.Tensor, last, ends)
     return found, _natural(facts, last, state_order, [axis + 1 for axis in range(len(facts.shape) - 1)])
+
+
+def _signs(facts: Corrections) -> tuple[Node, Node]:
+    """Return the sign P of the product of all decays up to each step, (b, t, h, 1 or n), and that of the step's alone.
+
+    States with these signs have decays that are never negative: P[t] S[t] = |D[t]| P[t-1] S[t-1] + P[t] k[t] u[t]ᵀ.
+    """
+    emit, (_, factors) = facts.emit, facts.decay
+    x = facts.laid(factors, 1.0, [facts.key if any(facts.key in term.spans() for term in factors) else None])
+    one, minus = (emit.call(aten.full_like.default, x, number) for number in (1.0, -1.0))
+    own = emit.call(aten.where.self, emit.call(aten.lt.Scalar, x, 0), minus, one)
+    return emit.call(aten.cumprod.default, own, 1), own
+
+
+def _times(emit: Builder, x: Any, signs: Node | None) -> Any:
+    """Multiply by signs where there are some; what is not there stays so."""
+    return x if x is None or signs is None else emit.call(aten.mul.Tensor, x, signs)
 
 
 def _inputs(facts: Corrections, like: Node) -> Node:
@@ -154,6 +188,8 @@ def _log_decay(facts: Corrections, like: Node) -> Node | None:
     """Return g; None where nothing decays."""
     number, factors = facts.decay
     last = [facts.key] if any(facts.key in term.spans() for term in factors) else []
+    if not facts.signless:
+        factors = [Placed(facts.emit.call(aten.abs.default, term.node), term.state_axes) for term in factors]
     logs = [facts.laid([Placed(logarithm(facts.emit, term), term.state_axes)], 1.0, last) for term in factors]
     if number != 1.0:
         logs.append(facts.laid([], log(number), last, like))

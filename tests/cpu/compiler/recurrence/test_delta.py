@@ -356,6 +356,26 @@ def test_some_things_otherwise(seed, few_coupled):
     assert not found or all(OTHERWISE[name][kind] for name, kind in some.items())
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("per_key", [False, True])
+def test_decays_of_any_sign_in_inference(early, per_key, few_coupled):
+    """As an argument: some are negative, some zero."""
+
+    def fn(q, k, v, a, r):
+        S, out = r[:, 0, :, :, None] * v[:, 0, :, None], []
+        for t in range(T):
+            old, S = S, S * (a[:, t, ..., None] if per_key else a[:, t, :, :1, None])
+            read = ((old if early else S) * k[:, t, ..., None]).sum(-2, keepdim=True)
+            S = S + (r if per_key else k)[:, t, ..., None] * v[:, t, :, None] - k[:, t, ..., None] * read
+            out.append((S * q[:, t, ..., None]).sum(-2))
+        return torch.stack(out, 1), S
+
+    q, k, v, _, _, r = operands()
+    a = q.roll(1, 1).clamp(-1, 1) * (r.abs() > 0.1)
+    assert len(agree(fn, q, k, v, a, r)) == 1
+    assert not agree(fn, q, k, v, a, r, training=True)
+
+
 def reset(keep):
     """Return a loop over packed documents, each of which begins with a state of zeros."""
 
