@@ -386,7 +386,7 @@ SPELLINGS = {
     closed_loop: ([LONG], "linear_system of 3"),
     going_for_it: ([LONG] * 2, "bounded scan"),
     membrane: ([LONG], "linear_scan"),
-    rwkv7_by_products: ([LONG] * 6, "linear_system of 2"),
+    rwkv7_by_products: ([LONG] * 6, "delta_rule"),
     adafactor: ([LONG], "linear_scan"),
     returns_of_lists: ([LONG] * 2, "linear_scan"),
     lists_of_moments: ([LONG] * 2, "linear_scan"),

@@ -349,11 +349,11 @@ def test_a_long_loop_that_reads_no_tensor_stays():
     torch.testing.assert_close(refold.compile(fn, strict=True, verify="off", accept="always")(x)[0], fn(x)[0])
 
 
-def two_keys(q, k, v, beta):
+def two_reads(q, k, v, beta):
     S, out = q.new_zeros(q.shape[0], 16, 16), []
     for t in range(q.shape[1]):
-        old = (S * k[:, t, :, None]).sum(1)
-        S = S + k[:, t, :, None] * (beta[:, t, None] * v[:, t])[:, None] - q[:, t, :, None] * old[:, None]
+        old, other = (S * k[:, t, :, None]).sum(1), (S * q[:, t, :, None]).sum(1)
+        S = S + k[:, t, :, None] * (beta[:, t, None] * v[:, t] - other)[:, None] - q[:, t, :, None] * old[:, None]
         out.append((S * q[:, t, :, None]).sum(1))
     return torch.stack(out, 1)
 
@@ -388,7 +388,7 @@ def kept_and_reset(x, a):
     [
         (kept_and_reset, [(2, 20, 4), ()], "`h = torch.where(mask, y, h)`", "[in-place]"),
         (season, [(2, 45), ()], "a step reads `y`, which steps write to", "[shared-memory]"),
-        (two_keys, [(2, 20, 16)] * 3 + [(2, 20)], "the carry `S`", "[mixes-elements]"),
+        (two_reads, [(2, 20, 16)] * 3 + [(2, 20)], "the carry `S`", "[mixes-elements]"),
         (dense, [(2, 20, 16), (16, 16)], "the carry `h`", "[mixes-elements]"),
         (hidden_markov, [(2, 20, 5), (5, 5)], "pairs elements of the carry `h`", "[mixes-elements]"),
     ],
