@@ -80,7 +80,8 @@ def before() -> _Before:
     modules = [m for name, m in list(sys.modules.items())
                if isinstance(m, ModuleType) and name != "__main__" and not name.startswith("refold judge")]  # fmt: skip
     # isinstance would ask values for their class, which some of torch make up then.
-    classes = {id(v): v for m in modules for v in vars(m).values() if issubclass(type(v), type)}
+    kinds = (v for m in modules for v in vars(m).values() if issubclass(type(v), type))
+    classes = {id(v): v for v in kinds if vars(v).get("__module__") != "__main__"}
     owners = [(owner, dict(vars(owner))) for owner in (*modules, *classes.values())]
     held = {id(f): f for _, held in owners for f in map(_function, held.values())}
     functions = [f for f in held.values() if type(f) is FunctionType]

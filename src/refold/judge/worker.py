@@ -327,7 +327,8 @@ class Stub:
         if others := self._saved_otherwise():
             settings["the memory of what state_dict() gives"] = f"not that of {', '.join(others)}"
         modules = [] if self._module is None else list(torch.nn.Module.modules(self._module))
-        if own := {n for n in _REACH for m in modules if self._surroundings.is_own(getattr(m, n))}:
+        found = [(n, f) for n in _REACH for m in modules if callable(f := getattr(m, n))]  # names may be in use
+        if own := {n for n, f in found if self._surroundings.is_own(f)}:
             settings["methods by which users reach it"] = f"its own: {', '.join(sorted(own))}"
         return messages.Inspected(
             state=self.do_state().state,
