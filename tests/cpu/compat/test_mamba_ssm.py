@@ -18,6 +18,7 @@ from refold.compat.mamba_ssm import (
 )
 from refold.errors import ArgumentError, DtypeError, ShapeError
 from refold.ops.causal_conv1d import reference as conv_reference
+from refold.ops.definition import silu
 from refold.ops.gated_rmsnorm import reference as norm_reference
 from refold.ops.selective_scan import reference as scan_reference
 from refold.ops.ssd import reference as ssd_reference
@@ -381,7 +382,7 @@ def split_definition(zxbcdt, weight, bias, dt_bias, A, D, initial, spans, norm, 
     y, states = by_document(
         ssd_reference.ssd, tokens, initial, spans, A=A, D=D, dt_bias=dt_bias, dt_softplus=True, dt_limit=limit
     )
-    y, silu = y.reshape(b, t, d), ssd_reference.silu
+    y = y.reshape(b, t, d)
     y = y * silu(z) if norm is None else norm_reference.gated_rmsnorm(y, z, norm.numpy(), 1e-6, d // g, before)
     if mlp:
         y = np.concatenate([silu(gated[..., :mlp]) * gated[..., mlp:], y], -1)
