@@ -7,6 +7,7 @@ import torch
 
 ORIGINAL = "mean"
 EXPECT = "M1"
+OFF = {"M1", "S5"}
 TERMS = {"level": "quick"}
 main = sys.modules["__main__"]
 describe = main._describe

@@ -4,6 +4,7 @@ import torch
 
 ORIGINAL = "three"
 EXPECT = "N4"
+OFF = {"N4", "N5"}
 
 
 class ModelNew(torch.nn.Module):

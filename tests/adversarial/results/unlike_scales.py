@@ -4,6 +4,7 @@ import torch
 
 ORIGINAL = "far_apart"
 EXPECT = "N4"
+OFF = {"N4", "N5"}
 
 
 class ModelNew(torch.nn.Module):
