@@ -3,7 +3,9 @@
 The processes start once and run everything; the tests look at what they found.
 """
 
+import itertools
 import os
+import random
 import runpy
 from pathlib import Path
 from unittest import mock
@@ -16,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import refold.ops as ops
-from refold.errors import ArgumentError
-from refold.ops.spec import load
+from refold.errors import ArgumentError, RefoldError
+from refold.ops.spec import Example, load
 from refold.ops.testing.problems import EPS, problem
 from refold.ops.torch import ranks
-from refold.ops.torch.cuts import Cut, pieces
+from refold.ops.torch.cuts import LAYOUTS, Cut, pieces
 from refold.parallel import shard
 from support.ranks import on_ranks
 
@@ -47,7 +49,7 @@ def tokens_of(whole, rank, lengths, layout):
 def sharding(group):
     """Yield what ranks hold of a batch, less what they should hold."""
     x, cu = torch.arange(22).reshape(1, 11, 2), torch.tensor([0, 4, 11])
-    for layout in ("contiguous", "zigzag"):
+    for layout in LAYOUTS:
         own, cut = shard({"x": x, "cu_seqlens": cu}, group, layout=layout)
         expected = tokens_of(x, group.rank(), [4, 4, 3], layout)
         if not (torch.equal(own["x"], expected) and own["cu_seqlens"] is cu and cut.lengths == (4, 4, 3)):
@@ -62,32 +64,36 @@ def difference(name, found, expected, bound):
     return [] if error <= bound * max(scale, 1e-3) else [f"{name}: {error:.1e} of {scale:.1e}"]
 
 
-def compare(name, arrays, options, group, lengths, layout="contiguous", told=False, bound=1e-12):
-    """Return the differences between ranks and one device."""
+def compare(name, arrays, options, group, lengths, layout="contiguous", told=False, bound=1e-12, again=False):
+    """Return the differences between ranks and one device, and, if asked, between two calls."""
     leaves = {n: a.detach().requires_grad_(a.is_floating_point()) for n, a in arrays.items()}
     floats = [n for n, a in leaves.items() if a.requires_grad]
     run, rank = getattr(ops, name), group.rank()
     expected = run(**leaves, **options)
     rng = np.random.default_rng(0)
-    weights = [torch.tensor(rng.standard_normal(y.shape)) for y in expected]
+    weights = [torch.tensor(rng.standard_normal(y.shape)).to(y.dtype) for y in expected]
     loss = sum((y * w).sum() for y, w in zip(expected, weights, strict=True))
     wanted = dict(zip(floats, torch.autograd.grad(loss, [leaves[n] for n in floats]), strict=True))
     told_by_spec = [arg.name for arg in load(name).args if arg.timed] if name in NAMES else list(leaves)
     token = [n for n in told_by_spec if n in leaves and n != "cu_seqlens"]
 
     def mine(n, a):
-        return tokens_of(a, rank, [x * a.shape[1] // sum(lengths) for x in lengths], layout) if n in token else a
+        if n not in token:
+            return a
+        return tokens_of(a.unflatten(1, (sum(lengths), -1)), rank, lengths, layout).flatten(1, 2)  # some write more
 
     own = {n: mine(n, a.detach()).clone().requires_grad_(n in floats) for n, a in leaves.items()}
-    y, state = run(**own, **options, group=Cut(group, lengths if told else None, layout))
-    part = tokens_of(weights[0], rank, lengths, layout)
-    local = (y * part).sum() + (state * weights[1]).sum()
-    found = dict(zip(floats, torch.autograd.grad(local, [own[n] for n in floats]), strict=True))
-    for n in [n for n in floats if n not in token]:
-        dist.all_reduce(found[n], group=group)
-    state = state.detach().clone()
-    dist.all_reduce(state, group=group)
-    wrong = difference("y", y, tokens_of(expected[0], rank, lengths, layout), bound)
+    part, calls = tokens_of(weights[0], rank, lengths, layout), []
+    for _ in range(1 + again):
+        y, state = run(**own, **options, group=Cut(group, lengths if told else None, layout))
+        local = (y * part).sum() + (state * weights[1]).sum()
+        calls.append([y, state, *torch.autograd.grad(local, [own[n] for n in floats])])
+    wrong = [] if all(map(torch.equal, calls[0], calls[-1])) else ["two calls differ"]
+    y, state, *found = (a.detach().double() for a in calls[0])
+    found = dict(zip(floats, found, strict=True))
+    for a in (state, *(found[n] for n in floats if n not in token)):
+        dist.all_reduce(a, group=group)
+    wrong += difference("y", y, tokens_of(expected[0], rank, lengths, layout), bound)
     wrong += difference("state", state, expected[1], bound)
     return wrong + [line for n in floats for line in difference(f"d{n}", found[n], mine(n, wanted[n]), bound)]
 
@@ -101,10 +107,45 @@ def cases(name):
         arrays = {n: torch.tensor(a) for n, a in made.arrays.items()}
         parts, start = LENGTHS[2 + turn % 3], turn // 3
         for i, part in enumerate([*parts, *parts][start % len(parts) :][: 2 if case.lengths else 1]):
-            layout = ("contiguous", "zigzag")[(i + turn // 3) % 2]
+            layout = LAYOUTS[(i + turn // 3) % 2]
             lengths = cut_to(case.sizes["t"], part)
             bound = 64 * EPS["float64"] * made.growth()
             yield f"{case.name} {lengths} {layout}", arrays, case.options, lengths, layout, i % 2 == 0, bound
+
+
+CHOICES = {
+    "dt_softplus": [True], "dt_limit": [(0.1, 0.5), (-1.0, 0.4)], "chunk_size": [1, 4, 7], "activation": ["silu"],
+    "state_dtype": [torch.float64], "scale": [-0.5], "normalize": [True], "lower_bound": [-1.0, -20.0],
+    "beta_limit": [1.0, 2.0], "erase": [False],
+}  # fmt: skip
+"""What options may be, besides what they are if they are not given."""
+
+
+def mixes(name, count=16):
+    """Yield problems of random sizes, arguments, options, documents and cuts over three ranks, some in 16 bits."""
+    spec, made, seed = load(name), 0, 0
+    while made < count:
+        seed += 1
+        rng = random.Random(f"{name} {seed}")
+        t, packed = rng.choice([3, 12, 23, 40, 65]), rng.random() < 0.5
+        ends = sorted([0, t, *rng.choices(range(t + 1), k=rng.randrange(6))])
+        sizes = {"b": 1 if packed else 2, "t": t, "h": 4, "d": 4, "g": rng.choice([1, 2, 4]), "p": 3, "n": 4, "*": (2,)}
+        optional = [arg.name for arg in spec.args if arg.optional and arg.name != "cu_seqlens" and rng.random() < 0.6]
+        case = Example(
+            f"mix {seed}", sizes | {"w": rng.choice([1, 2, 4, 9])}, frozenset(optional),
+            {o.name: rng.choice([o.default, *CHOICES.get(o.name, ())]) for o in spec.options},
+            tuple(np.diff(ends).tolist()) if packed else (), {a.name: rng.randrange(len(a.axes)) for a in spec.args},
+        )  # fmt: skip
+        problem_ = problem(spec, case, rng.choice(["float64", "float64", "float32", "bfloat16"]))
+        try:
+            problem_.meta()
+        except RefoldError:  # what shapes something else that is not given
+            continue
+        made += 1
+        arrays = {n: torch.tensor(a).to(getattr(torch, problem_.dtype_of(n))) for n, a in problem_.arrays.items()}
+        lengths = cut_to(t, rng.choice([(1, 1, 1), (2, 1, 5), (0, 1, 3), (1, 0, 0), (5, 1, 0)]))
+        rest = rng.choice(LAYOUTS), rng.random() < 0.5, 8 * problem_.tolerance()
+        yield f"{case} {problem_.dtype} {lengths} {rest}", arrays, case.options, lengths, *rest
 
 
 def every_case(groups, rank):
@@ -173,6 +214,14 @@ def spoiled(group):
                 yield f"{op} {label} {layout}"
 
 
+def mixed(group):
+    """Compare random mixes, and look whether calls can be repeated."""
+    for name in NAMES:
+        for label, arrays, options, *cut in mixes(name):
+            for line in compare(name, arrays, options, group, *cut, again=True):
+                yield f"{name} {label}: {line}"
+
+
 def family(group):
     """Compare the layers that write more than once per token."""
     rng = np.random.default_rng(1)
@@ -184,9 +233,10 @@ def family(group):
     writes = {n: draw(1, 22, 2, 3) for n in ("k", "v")}
     packed = {"cu_seqlens": torch.tensor([0, 2, 2, 9, 11])}
     product = {"q": x["q"], **writes, "g": -draw(1, 11, 2).abs(), "beta": draw(1, 22, 2).sigmoid()} | packed
-    for told in (False, True):
-        yield from compare("rwkv7", x | packed | {"w": -0.5 * draw(1, 11, 2, 3).abs()}, {}, group, [5, 0, 6], told=told)
-        yield from compare("delta_product", product, {"normalize": True}, group, [5, 1, 5], told=told)
+    receptances = x | packed | {"w": -0.5 * draw(1, 11, 2, 3).abs()}
+    for told, layout, lengths in itertools.product((False, True), LAYOUTS, ([5, 0, 6], [5, 1, 5])):
+        yield from compare("rwkv7", receptances, {}, group, lengths, layout, told)
+        yield from compare("delta_product", product, {"normalize": True}, group, lengths, layout, told)
 
 
 def small(rank):
@@ -222,6 +272,11 @@ def errors(group):
             yield "no error"
         except ArgumentError as error:
             yield f"{type(error).__name__} {error}"
+    try:
+        ops.ssd(**good, group=Cut(group, layout=LAYOUTS[rank == 1]))
+        yield "no error"
+    except ArgumentError as error:
+        yield str(error)
     for wrong in ({"reverse": True}, {"reverse": False}):
         try:
             ops.linear_scan(good["x"], good["x"], group=group, **wrong)
@@ -299,6 +354,7 @@ def work(rank, size):
         found["family"] = [*family(groups[3]), *sharding(groups[3])]
         found["errors"] = list(errors(groups[3]))
         found["planted"] = dict(planted(groups[3]))
+        found["mixed"] = list(mixed(groups[3]))
         found["faded"] = [*faded(groups[3]), *spoiled(groups[3])]
         with mock.patch.dict(ranks.STEPS, cpu=2):
             found["faded"] += faded(groups[3], ("ssd", "delta_rule"))
@@ -323,7 +379,7 @@ def results(tmp_path_factory):
     return on_ranks(4, work, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "family", "faded"])
+@pytest.mark.parametrize("name", [*NAMES, "family", "mixed", "faded"])
 def test_equals_one_device(results, name):
     assert [line for found in results[0] for line in found.get(name, ())] == []
 
@@ -337,8 +393,9 @@ def test_ranks_that_disagree_all_stop(results):
     assert all(
         part in line for part, line in zip(["B has t=2", "chunk_size must", "dt_limit must"], bad[3:6], strict=True)
     )
-    assert "time runs forward; got reverse=True" in good[6]
-    assert good[7] == "no error"  # the group goes on after errors
+    assert "disagree with rank 0 about the layout; here it is contiguous" in good[6]
+    assert "time runs forward; got reverse=True" in good[7]
+    assert good[8] == "no error"  # the group goes on after errors
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(results):

@@ -161,8 +161,8 @@ def delta_product(
         >>> y.shape, state.shape
         ((1, 5, 1, 4), (1, 1, 4, 4))
     """
-    writes, left = divmod(k.shape[1], q.shape[1] or 1)
-    if left or not writes or not q.shape[1]:
+    writes, left = divmod(k.shape[1], q.shape[1]) if q.shape[1] else (1, k.shape[1])  # a rank may have no tokens
+    if left or not writes:
         raise ShapeError(
             f"delta_product: k must have a multiple of the t={q.shape[1]} tokens of q; got {k.shape[1]}. "
             "Pass the keys of all writes of a token one after the other."
@@ -237,9 +237,13 @@ def _spread(array: Any, zeros: int, before: bool) -> Any:
 
 
 def _longer(options: FamilyArguments[Array], writes: int) -> FamilyArguments[Array]:
-    """Count offsets in writes."""
-    offsets = options.get("cu_seqlens")
-    return options if offsets is None else {**options, "cu_seqlens": offsets * writes}
+    """Count offsets, and the tokens of ranks, in writes."""
+    found: FamilyArguments[Array] = {**options}
+    if (offsets := options.get("cu_seqlens")) is not None:
+        found["cu_seqlens"] = offsets * writes
+    if (group := options.get("group")) is not None:
+        found["group"] = group, writes
+    return found
 
 
 def _last(writes: int, y: Any, state: Any) -> tuple[Any, Any]:

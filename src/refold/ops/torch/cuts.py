@@ -127,11 +127,11 @@ class Piece:
     end: int
 
 
-def pieces(lengths: Sequence[int], layout: str) -> list[Piece]:
-    """List the runs of tokens of all ranks, in the order of time."""
+def pieces(lengths: Sequence[int], layout: str, writes: int = 1) -> list[Piece]:
+    """List the runs of tokens of all ranks, in the order of time; each has whole numbers of ``writes``."""
     runs = [(rank, 0, length) for rank, length in enumerate(lengths)]
     if layout == "zigzag":
-        first = [(rank, 0, (length + 1) // 2) for rank, length in enumerate(lengths)]
+        first = [(rank, 0, (length // writes + 1) // 2 * writes) for rank, length in enumerate(lengths)]
         runs = first + [(rank, half, lengths[rank] - half) for rank, _, half in reversed(first)]
     found, begin = [], 0
     for rank, at, length in runs:
@@ -156,6 +156,7 @@ def agree(
     Raises:
         ArgumentError: A rank refused its arguments, or ranks disagree. All ranks raise.
     """
+    facts = {"the layout": cut.layout, **facts}
     sums = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
     own = torch.tensor([int(not refused), tokens, *sums, *[0] * (_FACTS - len(sums) - 2)])
     told = all_gather(cut, own.to(device)).tolist()

@@ -11,7 +11,7 @@ gradient passes through M and U: the maps are numbers, and the last pass holds e
 Of a pack, only the document that is open at the end of a rank's tokens is told. The others are in the call of that rank
 as sequences without tokens. docs/scale.md says who has which rows of states, and which gradients are partial sums.
 
-The call is one node, ``refold::<op>_ranks(arrays, options, backend, group, lengths, layout)``.
+The call is one node, ``refold::<op>_ranks(arrays, options, backend, group, lengths, layout, writes)``.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ def _side(device: torch.device) -> Any:
 
 
 def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str, group: Any) -> Any:
-    """Run an operator on the tokens of this rank.
+    """Run an operator on the tokens of this rank; ``group`` may be a pair, with the writes of each token of a layer.
 
     Raises:
         ArgumentError: The arguments are not valid here or on another rank, or ranks disagree.
     """
-    node = node_of(group)
+    one, writes = group if isinstance(group, tuple) else (group, 1)
+    node = node_of(one)
     if sharded.given(arrays):
         return sharded.run(spec, spec.name, arrays, options, lambda own: run(spec, own, options, backend, group))
     try:
@@ -70,7 +71,7 @@ def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: st
     except RefoldError:
         _ask(cut_of_node(*node), spec, _named(spec, arrays), (), refused=True)
         raise
-    return OPS[f"{spec.name}_ranks"](*arrays, *spec.written_options(options), backend, *node)[:2]
+    return OPS[f"{spec.name}_ranks"](*arrays, *spec.written_options(options), backend, *node, writes)[:2]
 
 
 class _Part:
@@ -129,8 +130,8 @@ class _Call:
     def __init__(self, spec: OpSpec, inputs: Sequence[Any], told: Sequence[int] | None = None) -> None:
         count, self.spec = len(spec.args), spec
         self.arrays = _named(spec, inputs[:count])
-        self.options = dict(zip([o.name for o in spec.options], spec.unwritten_options(inputs[count:-4]), strict=True))
-        self.backend, self.cut = inputs[-4], cut_of_node(*inputs[-3:])
+        self.options = dict(zip([o.name for o in spec.options], spec.unwritten_options(inputs[count:-5]), strict=True))
+        self.backend, self.cut, self.writes = inputs[-5], cut_of_node(*inputs[-4:-1]), inputs[-1]
         size = self.cut.size
         self.lengths = list(told[:size] if told else self._told())
         key = self.backend, *[a if a is None else (a.shape, a.dtype, a.device) for a in inputs[:count]]
@@ -145,7 +146,7 @@ class _Call:
         self.offsets = self.arrays.get(CU_SEQLENS)
         self.window = self.meta.sizes["w"] - 1 if self.carry.kind == "window" else None
         self.total = sum(self.lengths)
-        self.pieces = pieces(self.lengths, self.cut.layout)
+        self.pieces = pieces(self.lengths, self.cut.layout, self.writes)
         parts = [p for p in self.pieces if p.end > p.begin]
         self.parts = [_Part(p, self.offsets, p.end == self.total) for p in parts]
         self.mine = [part for part in self.parts if part.piece.rank == self.cut.rank]
@@ -163,14 +164,14 @@ class _Call:
             except RefoldError:
                 _ask(cut, spec, self.arrays, (), refused=True)
                 raise
-            return _ask(cut, spec, self.arrays, list(self.options.values()), refused=False)
-        writes, left = divmod(tokens, cut.lengths[cut.rank] or 1)  # some layers write more than once per token
-        if left or (tokens > 0) != (cut.lengths[cut.rank] > 0):
+            return _ask(cut, spec, self.arrays, list(self.options.values()), self.writes, refused=False)
+        lengths = [length * self.writes for length in cut.lengths]
+        if tokens != lengths[cut.rank]:
             raise ArgumentError(
-                f"{spec.name}: rank {cut.rank} has {tokens} tokens; the cut says {cut.lengths[cut.rank]}. Pass a Cut "
+                f"{spec.name}: rank {cut.rank} has {tokens} tokens; the cut says {lengths[cut.rank]}. Pass a Cut "
                 "with the lengths of this batch, or without lengths."
             )
-        return [length * max(writes, 1) for length in cut.lengths]
+        return lengths
 
     def given(self, part: _Part, initial: Tensor | None, **changed: Any) -> list[Any]:
         """Return the arrays of the operator's own call on a part."""
@@ -427,21 +428,23 @@ def _joined(terms: list[Tensor], arg: Arg, like: Tensor) -> Tensor:
     return torch.cat(terms, 1) if arg.timed else torch.stack(terms).sum(0)
 
 
-def _ask(cut: Cut, spec: OpSpec, arrays: dict[str, Any], options: Sequence[Any], *, refused: bool) -> list[int]:
+def _ask(
+    cut: Cut, spec: OpSpec, arrays: dict[str, Any], options: Sequence[Any], writes: int = 1, *, refused: bool
+) -> list[int]:
     """Return the tokens of each rank, once it is known that all ranks make the same call: see `agree`."""
     first = next(a for a in arrays.values() if isinstance(a, Tensor))
     facts = {"the operator": spec.name, "options": tuple(options)} | {
-        arg.name: None if refused else _fact(arg, arrays[arg.name]) for arg in spec.args
+        arg.name: None if refused else _fact(arg, arrays[arg.name], writes) for arg in spec.args
     }
     tokens = 0 if refused else first.shape[1]
     return agree(cut, spec.name, facts, tokens, first.device, refused=refused)
 
 
-def _fact(arg: Arg, array: Tensor | None) -> Any:
+def _fact(arg: Arg, array: Tensor | None, writes: int) -> Any:
     if array is None:
         return None
     if arg.name == CU_SEQLENS:  # its values are read only where that does not wait for a device
-        return array.tolist() if array.device.type == "cpu" else tuple(array.shape)
+        return (array // writes).tolist() if array.device.type == "cpu" else tuple(array.shape)
     return (array.dtype, *(size for axis, size in enumerate(array.shape) if axis != 1 or not arg.timed))
 
 
@@ -498,10 +501,10 @@ def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
     count = len(spec.args)
 
     def fake(*inputs: Any) -> Any:
-        x, options = inputs[0], spec.unwritten_options(inputs[count:-4])
+        x, options = inputs[0], spec.unwritten_options(inputs[count:-5])
         named = dict(zip([o.name for o in spec.options], options, strict=True))
-        meta, carry = _described(spec, _named(spec, inputs[:count]), named, inputs[-4])
-        cut, dtype = cut_of_node(*inputs[-3:]), _state_dtype(spec, meta)
+        meta, carry = _described(spec, _named(spec, inputs[:count]), named, inputs[-5])
+        cut, dtype = cut_of_node(*inputs[-4:-1]), _state_dtype(spec, meta)
         (shape, y_dtype), (states, state_dtype) = spec.output_metas(meta)
         rows = shape_of(spec.outputs[1].axes, {**meta.sizes, "k": meta.sizes["b"]})
         return (
@@ -543,7 +546,7 @@ def _differentiate(spec: OpSpec) -> None:
 def _register(spec: OpSpec) -> None:
     arrays = ", ".join(f"Tensor{'?' if a.optional else ''} {a.name}" for a in spec.args)
     options = "".join(f", {o.schema} {o.name}" for o in spec.options)
-    inputs = f"{arrays}{options}, str backend, str group, int[] lengths, str layout"
+    inputs = f"{arrays}{options}, str backend, str group, int[] lengths, str layout, int writes"
     name, kept = f"{spec.name}_ranks", "Tensor kept, Tensor moves, Tensor told"
     results = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
     OPS[name] = define(name, f"({inputs}) -> {results}", _forward(spec), _forward_fake(spec), padded=True)
