@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 import refold
-from refold.integrations import decoding, graphs, parts
+from refold.integrations import decoding, graphs, hybrids, parts
 from refold.ops import backends
 from support.families import VOCAB, cache_name, make
 from support.recorder import record
@@ -331,8 +331,9 @@ def test_attention_and_norms_within_a_graph(name, planted, fused, monkeypatch):
     attend_ = kernels.attend_
 
     def counted(*arguments):
-        calls.append(arguments[-1].shape)
-        return attend_(*arguments[:-1], torch.ones_like(arguments[-1]) if planted else arguments[-1])
+        *rest, mask, angles = arguments
+        calls.append(angles)
+        return attend_(*rest, torch.ones_like(mask) if planted else mask, angles)
 
     monkeypatch.setattr(kernels, "attend_", counted)
     options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, "max_new_tokens": 5}
@@ -343,6 +344,54 @@ def test_attention_and_norms_within_a_graph(name, planted, fused, monkeypatch):
     expected = copy.deepcopy(model).generate(ids, **options)
     close = [torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(found.logits, expected.logits, strict=True)]
     assert all(close) != planted
+
+
+FACTORS = {
+    "falcon_h1": {
+        "attention_in_multiplier": 0.7, "attention_out_multiplier": 1.3, "key_multiplier": 0.6,
+        "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.8, "mlp_multipliers": [0.9, 1.4], "mlp_bias": True,
+    },
+    "granitemoehybrid": {"residual_multiplier": 0.6, "num_local_experts": 0, "num_experts_per_tok": 0},
+    "bamba": {},
+}  # fmt: skip
+HYBRIDS = [(name, *case) for name in FACTORS for case in ((1, torch.float32), (3, torch.bfloat16))]
+
+
+def read(model, ids, prompt=6):
+    """Read a prompt and then one token after the other; return the logits of these."""
+    with torch.no_grad():
+        cache, found = model(ids[:, :prompt], use_cache=True)[cache_name(model)], []
+        for token in ids[:, prompt:].split(1, 1):
+            found.append(model(token, use_cache=True, **{cache_name(model): cache}).logits)
+    return torch.stack(found).double()
+
+
+@pytest.mark.slow
+@here
+@pytest.mark.parametrize(("name", "rows", "dtype"), HYBRIDS)
+@pytest.mark.parametrize("planted", [None, "a factor", "an angle"])
+def test_a_layer_of_a_hybrid_within_a_graph(name, rows, dtype, planted, fused, monkeypatch):
+    """Factors, norms, sums, MLP, and attention with rotary positions equal the ordinary forward up to rounding."""
+    if planted is not None and (dtype != torch.float32 or (planted == "an angle" and name != "falcon_h1")):
+        pytest.skip("it would be within the bound, or there is none")
+    monkeypatch.setitem(graphs.recorders, DEVICE, graphs.recorders.get("cuda") if DEVICE == "cuda" else record)
+    monkeypatch.setattr(graphs, "SMALLEST", 8)
+    model, ids = prepared(name, rows, dtype, FACTORS[name], tokens=5)
+    kernels, calls, feed, add = decoding.kernels(ids), [], hybrids._feed, hybrids._add
+    attend_ = kernels.attend_
+    if planted == "a factor":
+        monkeypatch.setattr(hybrids, "_add", lambda *given, gated=False: add(*given[:4], given[4] * 1.25, gated))
+    if planted == "an angle":
+        turned = lambda *given: attend_(*given[:-1], given[-1] and (given[-1][0], -given[-1][1]))  # noqa: E731
+        monkeypatch.setattr(kernels, "attend_", turned)
+    monkeypatch.setattr(hybrids, "_feed", lambda *given: (calls.append(given[-1]), feed(*given))[1])
+    found = read(model, ids)
+    assert len(calls) >= sum(getattr(layer, "mamba", None) is not None for layer in model.model.layers)
+    assert graphs.graphs_of(model).replayed
+    use(monkeypatch, None)
+    expected, exact = read(copy.deepcopy(model), ids), read(copy.deepcopy(model).double(), ids)
+    bound = 4 * (expected - exact).abs().max() + 16 * torch.finfo(dtype).eps * exact.abs().max()
+    assert ((found - exact).abs().max() <= bound) == (planted is None)
 
 
 @here

@@ -10,7 +10,7 @@ between two tokens of one layer another kind of kernel must run. In a model, the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,10 @@ from refold.integrations import mixers
 from refold.integrations.parts import DTYPES, original, quiet, shipped
 from refold.models.torch.layers import kernels
 
-BLOCKS = {"MambaBlock": "MambaRMSNorm", "FalconMambaBlock": "FalconMambaRMSNorm", "Mamba2Block": "Mamba2RMSNorm"}
+BLOCKS = {
+    "MambaBlock": "MambaRMSNorm", "FalconMambaBlock": "FalconMambaRMSNorm", "Mamba2Block": "Mamba2RMSNorm",
+    "NemotronHBlock": "NemotronHRMSNorm",
+}  # fmt: skip
 """Name of a block of transformers that is a norm, a layer and a sum -> the name of its norm."""
 any_global_hook = getattr(_modules, "_has_any_global_hook", lambda: True)  # without the name, as if there were one
 
@@ -55,7 +58,7 @@ def _forward(
 
 def block(
     self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
-    cache_params: Any = None, **kwargs: Any,
+    cache_params: Any = None, past_key_values: Any = None, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """Return ``hidden_states + mixer(norm(hidden_states))`` of one of `BLOCKS`; None if it is not `ready`."""
     norm, mixer = self.norm, self.mixer
@@ -64,12 +67,14 @@ def block(
     kind = original(norm)
     if kind.__name__ not in BLOCKS.values() or not shipped(kind):
         return None
-    cache = cache if cache_params is None else cache_params
+    cache = next((one for one in (cache_params, past_key_values, cache) if one is not None), None)
     held = ready(mixer, hidden_states, cache, attention_mask, kwargs, norm=norm.weight)
     if held is None:
         return None
     x = hidden_states[:, 0].contiguous()
-    dtype = torch.promote_types(x.dtype, torch.float32 if self.residual_in_fp32 else mixer.out_proj.weight.dtype)
+    dtype = torch.promote_types(
+        x.dtype, torch.float32 if getattr(self, "residual_in_fp32", False) else mixer.out_proj.weight.dtype
+    )
     return _step_(mixer, x, *held, dtype=dtype, norm=norm.weight, eps=norm.variance_epsilon, onto=x)
 
 
@@ -99,13 +104,13 @@ def ready(
     states = _states(cache, self.layer_idx)
     if sizes is None or states is None:
         return None
-    linears = [self.in_proj, self.out_proj, *sizes.linears]
-    if any(type(module) is not nn.Linear for module in linears):
-        return None
-    if not all(map(mixers._untouched, (self.conv1d, *linears))):
-        return None
-
     (window, state), dtype, width = states, self.in_proj.weight.dtype, self.conv_kernel_size
+    linears = [self.in_proj, self.out_proj, *sizes.linears]
+    taken = [module for module in linears if module is not getattr(self, "dt_proj", None)]
+    if not mixers._untouched(self.conv1d) or not multiplies(
+        fused, x[:, 0], linears, taken, {self.out_proj: sizes.group}
+    ):
+        return None
     shapes = [
         (window, (len(x), sizes.channels, width)),
         (state, (len(x), *sizes.state)),
@@ -118,22 +123,39 @@ def ready(
         shapes.append((norm, (x.shape[-1],)))
     if any(tuple(a.shape) != shape for a, shape in shapes):
         return None
-    biases = [module.bias for module in (*linears, self.conv1d) if module.bias is not None]
-    for a in (*(a for a, _ in shapes), *biases):  # quantised and sharded weights are of other types
-        if type(a) not in (Tensor, nn.Parameter, nn.Buffer) or a.device != x.device or a.dtype not in DTYPES:
-            return None
-        if not a.is_contiguous():
-            return None
-    if any(module.weight.dtype != dtype for module in linears):
+    if not plain(x, *(a for a, _ in shapes), self.conv1d.bias):
         return None
-    if (x if norm is None else norm).dtype != dtype or x.dtype not in DTYPES:
-        return None
-    taken = all(
-        fused.takes(x[:, 0], module.weight, sizes.group if module is self.out_proj else None)
-        for module in linears
-        if module is not getattr(self, "dt_proj", None)
+    return states if (x if norm is None else norm).dtype == dtype and x.dtype in DTYPES else None
+
+
+def plain(x: Tensor, *tensors: Tensor | None) -> bool:
+    """Whether kernels can read all of these where ``x`` is: quantised and sharded weights are of other types."""
+    return all(
+        type(a) in (Tensor, nn.Parameter, nn.Buffer)
+        and a.device == x.device
+        and a.dtype in DTYPES
+        and a.is_contiguous()
+        for a in tensors
+        if a is not None
     )
-    return states if taken else None
+
+
+def multiplies(
+    fused: Any, x: Tensor, linears: Sequence[Any], taken: Sequence[Any] | None = None,
+    groups: Mapping[Any, int | None] | None = None,
+) -> bool:  # fmt: skip
+    """Whether products with rows ``x (b, size)`` are as transformers made them, of one dtype.
+
+    The kernel for products takes those of ``taken``, all if None, with a norm over ``groups`` before them.
+    """
+    if any(type(module) is not nn.Linear or not mixers._untouched(module) for module in linears):
+        return False
+    if not plain(x, *(a for module in linears for a in (module.weight, module.bias))):
+        return False
+    if len({module.weight.dtype for module in linears}) != 1:
+        return False
+    given = groups or {}
+    return all(fused.takes(x, m.weight, given.get(m)) for m in (linears if taken is None else taken))
 
 
 class _Sizes(NamedTuple):
@@ -227,9 +249,9 @@ def _states(cache: Any, layer: int) -> tuple[Tensor, Tensor] | None:
 
 def _step_(
     self: Any, x: Tensor, window: Tensor, state: Tensor, *, dtype: torch.dtype, norm: Tensor | None = None,
-    eps: float = 0.0, onto: Tensor | None = None,
+    eps: float = 0.0, onto: Tensor | None = None, scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Return a layer's result ``(b, 1, d)`` in ``dtype``, with ``onto`` added, and move its window and state on.
+    """Return ``scale`` times a layer's result ``(b, 1, d)`` in ``dtype``, plus ``onto``; move its states on.
 
     The window of transformers' cache holds one input more than the convolution needs, and the first is never read.
     """
@@ -244,7 +266,7 @@ def _step_(
         )  # fmt: skip
         y, *last = (_mamba1_scan_ if one else _mamba2_scan_)(self, fused, projected, state)
         return fused.project(
-            y, weight, self.out_proj.bias, *last, False, onto=onto,
+            y, weight, self.out_proj.bias, *last, False, onto=onto, scale=scale,
             out=torch.empty(len(x), len(weight), dtype=dtype, device=x.device),
         )[:, None]  # fmt: skip
 

@@ -128,17 +128,42 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, given: dict[st
     if given.get("dropout") or given.get("position_bias") is not None or given.get("output_attentions"):
         return None
     rows, heads, tokens, size = query.shape
-    fused, caches = kernels(query) if quiet(query) else None, (key.transpose(1, 2), value.transpose(1, 2))
-    if fused is None or tokens != 1 or query.dtype != key.dtype or heads % key.shape[1]:
-        return None
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[1:] != (1, 1, key.shape[2]):
+    if tokens != 1 or query.dtype != key.dtype or not takes_cache(query[:, :, 0], layer, mask):
         return None
     q = query[:, :, 0]
     q = q if q.stride()[1:] == (size, 1) else q.contiguous()
-    if mask.stride(-1) != 1 or not fused.takes_cache(q, *caches):
-        return None
     scale = size**-0.5 if given.get("scaling") is None else given["scaling"]
-    seen, length = mask[:, 0, 0].expand(rows, -1), layer.position.expand(rows)
+    return attend_(q, None, None, layer, mask, scale).view(rows, 1, heads, size)
+
+
+def held(cache: Any, layer: int) -> Any:
+    """Give a layer of ``cache`` whose keys and values have a fixed capacity, if that cache is read now; else None."""
+    found = cache.layers[layer] if cache is not None and cache is _reading.get() else None
+    return found if hasattr(found, "position") and getattr(found, "keys", None) is not None else None
+
+
+def takes_cache(q: Tensor, layer: Any, mask: Any) -> bool:
+    """Whether `attend_` takes queries ``(b, h, e)`` on a layer of a cache with a mask ``(b or 1, 1, 1, capacity)``."""
+    fused = kernels(q) if quiet(q) else None
+    if fused is None or q.shape[1] % layer.keys.shape[1]:
+        return False
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[1:] != (1, 1, layer.keys.shape[2]):
+        return False
+    caches = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
+    return mask.stride(-1) == 1 and bool(fused.takes_cache(q, *caches))
+
+
+def attend_(
+    q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, mask: Tensor, scale: float,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Give what one token a row reads of a cache's layer, ``(b, h e)``; `takes_cache` says whether it can.
+
+    ``k`` and ``v (b, g, e)`` are written first, if the layer does not have them yet. ``angles``: cosines and sines
+    ``(b, e)`` of the positions, by which ``q`` and ``k`` are rotated before.
+    """
+    caches = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
+    seen, length = mask[:, 0, 0].expand(len(q), -1), layer.position.expand(len(q))
     with torch.cuda.device_of(q):
-        y = fused.attend_(q, None, None, *caches, length, scale, None, None, seen)
-    return y.view(rows, 1, heads, size)  # type: ignore[no-any-return]
+        y = kernels(q).attend_(q, k, v, *caches, length, scale, None, None, seen, angles)  # type: ignore[union-attr]
+    return y  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from refold.errors import ArgumentError, RefoldError, warn
-from refold.integrations import attention, decoding, heads, mixers, parts, ranks
+from refold.integrations import attention, decoding, heads, hybrids, mixers, parts, ranks
 from refold.integrations.documents import current, reading, shared, watch
 from refold.integrations.graphs import HELD, Graphs, graphs_of
 from refold.parallel import Cut
@@ -338,9 +338,10 @@ def _norm(kind: Any) -> type:
 def _block(kind: Any) -> type:
     """Return the subclass of a block's class that carries documents to where its forward runs, now or again.
 
-    One of `decoding.BLOCKS` also reads one token by the kernels of a step where `decoding.ready` allows it.
+    One of `decoding.BLOCKS` or `hybrids.FORMS` also reads one token by the kernels of a step where `decoding.ready`
+    allows it.
     """
-    fused = decoding.block if decoding.is_block(kind) else None
+    fused: Any = decoding.block if decoding.is_block(kind) else hybrids.layer if hybrids.is_layer(kind) else None
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         found, cut = current(), shared()

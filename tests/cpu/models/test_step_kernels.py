@@ -203,7 +203,7 @@ def test_attention_compiles(size, half, monkeypatch) -> None:
 
     consts = {"SPLITS": 8, "BLOCK_S": kernels().CACHE_TILE // size, "PDL": True, "HALF": half, "RATE": 0.4,
               "BLOCK_R": 16, "BLOCK_E": size, "STAGES": 3, "PRECISION": "ieee"}  # fmt: skip
-    wide = ("q_ptr", "k_ptr", "v_ptr", "parts_ptr", "sums_ptr")
+    wide = ("q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr", "parts_ptr", "sums_ptr")
     kinds = {**dict.fromkeys(wide, "*fp32"), "length_ptr": "*i32", "scale": "fp32"}
     made = compiled(kernels()._attend_kernel, ASTSource, consts, kinds, 4, monkeypatch)
     assert "cp.async.cg.shared.global" in made.asm["ptx"]
@@ -376,7 +376,10 @@ PLANTED = {
     "only the new token is read": ("_part_size", lambda past, splits, block: past * 0),
     "powers of e": ("exp2", lambda v: v.exp()),
     "the last tile only": ("dot", lambda a, b, acc, _: tl.dot(a.to(tl.float32), b.to(tl.float32))),
-    "no positions": ("_load_rotated", lambda head, offs, mask, *_: tl.load(head + offs, mask=mask, other=0.0)),
+    "no positions": (
+        "_load_rotated",
+        lambda head, cos, sin, turn, offs, mask, *_: tl.load(head + offs, mask=mask, other=0.0),
+    ),
 }
 
 

@@ -95,8 +95,9 @@ def _project_rows_ahead_kernel(
 
     if bias_ptr is not None:
         total += gl.load(bias_ptr + offs_o, mask=mask_o, other=0.0).to(gl.float32)[:, None]
+    total *= scale
     if factors_ptr is not None:
-        total *= scale * gl.load(factors_ptr + offs_o, mask=mask_o, other=0.0).to(gl.float32)[:, None]
+        total *= gl.load(factors_ptr + offs_o, mask=mask_o, other=0.0).to(gl.float32)[:, None]
     if window_ptr is not None:
         y = total * taps[WIDTH - 1][:, None]
         for j in gl.static_range(WIDTH - 1):
@@ -109,5 +110,5 @@ def _project_rows_ahead_kernel(
             gl.store(window + (WIDTH - 2), total.to(window_ptr.dtype.element_ty), mask=moved)
         total = gl.where(inside[:, None], silu(y), total)
     if onto_ptr is not None:
-        total = before + scale * total
+        total = before + total
     gl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)

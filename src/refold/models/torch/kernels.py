@@ -67,10 +67,10 @@ def project(
         group_size: For the norm.
         gated: x has two halves.
         convolution: Window, taps, bias, active, first channel. The window may be the last columns of a wider one.
-        onto: What ``scale`` times the product is added to, ``(b, out)``, contiguous.
-        scale: See ``onto``.
+        onto: What the product is added to, ``(b, out)``, contiguous.
+        scale: The product with its bias is multiplied by it.
         out: Where the result goes, ``(b, out)``, contiguous, of any dtype; may be ``onto``. None makes one in float32.
-        factors: ``(out,)``: the product is multiplied by ``scale`` times these, before the convolution.
+        factors: ``(out,)``: the product is multiplied by these, too, before the convolution.
     """
     batch, (nout, size) = len(x), weight.shape
     group = group_size or size
@@ -202,11 +202,12 @@ def takes_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def attend_(
     q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, length: Tensor, scale: float,
     theta: float | None, rope_dim: int | None, mask: Tensor | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `steps.attend_`; heads of q, k and v lie one after the other. The result of several rows is rounded.
 
     If k and v are None, the caches have them already, at ``length``. Where ``mask (b, capacity)`` is False, nothing is
-    read; some place must be.
+    read; some place must be. ``angles`` are cosines and sines of each row, ``(b, rope_dim)``, in place of ``theta``.
 
     The past of each row is cut into equal parts, whose number depends on the capacity, so that a CUDA graph can be
     replayed; where the parts begin depends on ``length``. The kernel before this must not write ``length``.
@@ -219,15 +220,17 @@ def attend_(
     wanted = min(MOST_SPLITS, SPLIT_PROGRAMS * processors // (batch * nkvheads), triton.cdiv(capacity, block_s))
     splits = 1 << max(0, wanted.bit_length() - 1)
     stages = max(1, min(3, shared // (2 * block_s * block_e * k_cache.element_size()) - 1))
-    half = 0 if theta is None else (headdim if rope_dim is None else rope_dim) // 2
+    half = 0 if theta is None and angles is None else (headdim if rope_dim is None else rope_dim) // 2
+    cos, sin = angles or (None, None)
     parts = torch.empty(batch, nheads, splits, headdim, dtype=torch.float32, device=q.device)
     sums = torch.empty(batch, nheads, 2, splits, dtype=torch.float32, device=q.device)
     y = torch.empty(batch, nheads * headdim, dtype=q.dtype if batch == 1 else k_cache.dtype, device=q.device)
     consts = {"SPLITS": splits, "BLOCK_S": block_s, "PDL": dependent(q.device)}
     _attend_kernel[(splits, nkvheads, batch)](
-        q, k, v, k_cache, v_cache, length, mask, parts, sums, capacity, nkvheads, nheads // nkvheads, headdim,
+        q, k, v, cos, sin, k_cache, v_cache, length, mask, parts, sums, capacity, nkvheads, nheads // nkvheads, headdim,
         scale * math.log2(math.e), q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
-        *k_cache.stride()[:3], length.stride(0), 0 if mask is None else mask.stride(0), **consts, HALF=half,
+        0 if cos is None else cos.stride(0), *k_cache.stride()[:3], length.stride(0),
+        0 if mask is None else mask.stride(0), **consts, HALF=half,
         RATE=0.0 if theta is None else math.log2(theta) / half, BLOCK_R=block_r, BLOCK_E=block_e, STAGES=stages,
         PRECISION="widen" if INTERPRETED else "ieee", num_warps=8 if k_cache.dtype == torch.float32 else 4,
         **_pdl(q.device),
@@ -325,8 +328,9 @@ def _finish(
     mask = mask_o[:, None] & mask_b[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + offs_o, mask=mask_o, other=0.0).to(tl.float32)[:, None]
+    total *= scale
     if factors_ptr is not None:
-        total *= scale * tl.load(factors_ptr + offs_o, mask=mask_o, other=0.0).to(tl.float32)[:, None]
+        total *= tl.load(factors_ptr + offs_o, mask=mask_o, other=0.0).to(tl.float32)[:, None]
     if window_ptr is not None:
         channel = offs_o - first
         inside = (channel >= 0) & (channel < channels) & mask_o
@@ -351,7 +355,7 @@ def _finish(
         total = tl.where(inside[:, None], silu(y), total)
     places = offs_b.to(tl.int64)[None, :] * nout + offs_o[:, None]
     if onto_ptr is not None:
-        total = tl.load(onto_ptr + places, mask=mask, other=0.0).to(tl.float32) + scale * total
+        total += tl.load(onto_ptr + places, mask=mask, other=0.0).to(tl.float32)
         tl.debug_barrier()  # every thread has read it: the result may go to the same place
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -549,8 +553,9 @@ def _normed(x, weight_ptr, offs, size, eps):
 
 @triton.jit
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, length_ptr, mask_ptr, parts_ptr, sums_ptr, capacity, nkvheads,
-    ratio, headdim, scale, stride_q, stride_k, stride_v, stride_b, stride_s, stride_g, stride_length, stride_mask,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_cache_ptr, v_cache_ptr, length_ptr, mask_ptr, parts_ptr, sums_ptr,
+    capacity, nkvheads, ratio, headdim, scale, stride_q, stride_k, stride_v, stride_angles, stride_b, stride_s,
+    stride_g, stride_length, stride_mask,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, HALF: tl.constexpr, RATE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -574,7 +579,9 @@ def _attend_kernel(
         tl.extra.cuda.gdc_wait()
     q_rows = q_ptr + pid_b * stride_q + (pid_g * ratio + offs_r)[:, None] * headdim
     mask_q = (offs_r < ratio)[:, None] & mask_e
-    q = _load_rotated(q_rows, offs_e, mask_q, past, HALF, RATE).to(k_cache_ptr.dtype.element_ty)
+    turn = pid_b * stride_angles
+    q = _load_rotated(q_rows, cos_ptr, sin_ptr, turn, offs_e, mask_q, past, HALF, RATE)
+    q = q.to(k_cache_ptr.dtype.element_ty)
     keys = k_cache_ptr + pid_b * stride_b + pid_g * stride_g
     values = v_cache_ptr + pid_b * stride_b + pid_g * stride_g
     most = tl.full((BLOCK_R,), LEAST, tl.float32)
@@ -583,7 +590,8 @@ def _attend_kernel(
     first = split + offs_r * 0 == 0
     if k_ptr is not None:
         mask_new = mask_e & (split + offs_e * 0 == 0)  # the interpreter takes no scalar
-        k = _load_rotated(k_ptr + pid_b * stride_k + pid_g * headdim, offs_e, mask_new, past, HALF, RATE)
+        k_row = k_ptr + pid_b * stride_k + pid_g * headdim
+        k = _load_rotated(k_row, cos_ptr, sin_ptr, turn, offs_e, mask_new, past, HALF, RATE)
         v = tl.load(v_ptr + pid_b * stride_v + pid_g * headdim + offs_e, mask=mask_new, other=0.0)
         k, v = k.to(k_cache_ptr.dtype.element_ty), v.to(v_cache_ptr.dtype.element_ty)
         place = past.to(tl.int64) * stride_s + offs_e
@@ -651,16 +659,23 @@ def _part_size(past, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
 
 
 @triton.jit
-def _load_rotated(head_ptr, offs, mask, position, HALF: tl.constexpr, RATE: tl.constexpr):
-    """Load heads in float32, the halves of their first 2 HALF numbers rotated: `layers.rotate`."""
+def _load_rotated(head_ptr, cos_ptr, sin_ptr, turn, offs, mask, position, HALF: tl.constexpr, RATE: tl.constexpr):
+    """Load heads in float32, the halves of their first 2 HALF numbers rotated: `layers.rotate`, or by given angles."""
     x = tl.load(head_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if HALF > 0:
         low, rotated = offs < HALF, offs < 2 * HALF
-        partner = tl.load(head_ptr + tl.where(low, offs + HALF, offs - HALF), mask=mask & rotated, other=0.0)
-        place = tl.where(low, offs, offs - HALF).to(tl.float64)
-        frequency = tl.exp2(place * tl.full((1, 1), -RATE, tl.float64)).to(tl.float32)
-        angle = tl.where(rotated, position.to(tl.float32) * frequency, 0.0)
-        x = x * tl.cos(angle) + tl.where(low, -partner, partner).to(tl.float32) * tl.sin(angle)
+        across = tl.where(low, offs + HALF, offs - HALF)
+        partner = tl.load(head_ptr + across, mask=mask & rotated, other=0.0).to(tl.float32)
+        if cos_ptr is not None:
+            cos = tl.load(cos_ptr + turn + offs, mask=rotated, other=1.0).to(tl.float32)
+            sin = tl.load(sin_ptr + turn + offs, mask=rotated, other=0.0).to(tl.float32)
+        else:
+            place = tl.where(low, offs, offs - HALF).to(tl.float64)
+            frequency = tl.exp2(place * tl.full((1, 1), -RATE, tl.float64)).to(tl.float32)
+            angle = tl.where(rotated, position.to(tl.float32) * frequency, 0.0)
+            cos = tl.cos(angle)
+            sin = tl.sin(angle)
+        x = x * cos + tl.where(low, -partner, partner) * sin
     return x
 
 
