@@ -13,6 +13,7 @@ from ..ir.captured_loop import CapturedLoop, step_count
 from ..ir.fx import known, registers_hook
 from ..ir.source import name_of
 from ..private import tree_leaves
+from ..recurrence.delta import IDENTITY
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
 from .capture.trace import SHORTEST
@@ -63,6 +64,10 @@ class CallSite:
         results = tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
         self.mutated = set[Any]()
+        changed = changed_in_place(gm, True, call) | self.written()
+        for node, own in list(zip(self.operands, self.traced.own, strict=True))[self.loop.carried :]:
+            if _is_identity(node) and memory(example(node)) not in changed:
+                own.meta[IDENTITY] = True
         self._check_finals()
         self._check_left()
         self._check_aliases()
@@ -273,6 +278,23 @@ class CallSite:
 def _results(loop: CapturedLoop) -> list[Any]:
     """List a step's results."""
     return list(loop.body.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+# What leaves a batch of matrices one, if sizes say so.
+_OF_BATCHES = ("to", "type_as", "expand", "expand_as", "unsqueeze", "view", "reshape", "contiguous", "clone", "float")
+
+
+def _is_identity(node: Node) -> bool:
+    """Tell whether a node of Dynamo's graph is an identity matrix, or a batch of these."""
+    target, args = node.target, node.args
+    if target is torch.eye:
+        return len(args) == 1 or args[0] == args[1]
+    x, *rest = args or (None,)
+    if target is operator.getitem:
+        moved = all(at in (None, ..., slice(None)) for at in (rest[0] if isinstance(rest[0], tuple) else rest))
+    else:
+        moved = node.op == "call_method" and target in _OF_BATCHES
+    return moved and isinstance(x, Node) and example(x).shape[-2:] == example(node).shape[-2:] and _is_identity(x)
 
 
 def unbound(unbind: Any) -> tuple[Node, int]:

@@ -5,7 +5,8 @@
 A step's new state is read as a sum of products in index notation, so the spelling does not matter. It is this map if
 one product is the decayed state, one contracts the state along the keys, and all others hold no state. States are not
 written: all that reads them must contract them, after the step. Two things may be otherwise, as in RWKV-7: what is
-contracted may be the state before its decay, and x may be written under other keys than what was read.
+contracted may be the state before its decay, and x may be written under other keys than what was read. The map may be
+one matrix, S (D - b r kᵀ), if D is known to be diagonal.
 
 Shapes. A state has axes in any order: those of the keys (n), of the values (p), which only x runs along, and others.
 Source: Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464), section 3.
@@ -22,11 +23,14 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import downstream
-from ..ir.fx import is_tensor, value
+from ..ir.fx import CASTS, is_tensor, value
 from ..ir.index import Factor, Product, expand, index, leaf, matmul_product, sum_product
 from ..ir.symbols import Label, resolve, unify
 
 aten = torch.ops.aten
+
+IDENTITY = "identity"
+"""In the metadata of what a step reads: that it is an identity matrix, or a batch of these."""
 
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
@@ -224,14 +228,15 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node], depth: 
             found = index(node)
         return None if found is None or any(factor.node is node for factor in found.factors) else found
 
-    product = expand(product, opened)
+    product = _without_diagonals(expand(product, opened))
     held = [factor for factor in product.factors if factor.node in dependent]
-    if all(factor.node is state for factor in held):
+    totals = [factor for factor in held if factor.node is not state] or [*filter(_adds_a_diagonal, product.factors)]
+    if not totals:
         yield product
         return
-    if len(held) > 1 or held[0].pending or held[0].node.target not in _SUMS or depth == _DEPTH:
+    total = totals[0]
+    if len(held) > 1 or total.pending or total.node.target not in _SUMS or depth == _DEPTH:
         raise _Other
-    (total,) = held
     sides, rest = total.node.args[:2], tuple(factor for factor in product.factors if factor is not total)
     number = total.node.kwargs.get("alpha", 1)
     if not isinstance(number, int | float):
@@ -246,6 +251,44 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node], depth: 
             raise _Other
         term = replace(product, factors=one.factors + rest, scale=product.scale * scale)
         yield from _multiplied_out(term, state, dependent, depth + 1)
+
+
+def _adds_a_diagonal(factor: Factor) -> bool:
+    """Tell whether a factor is the sum of a diagonal matrix and something."""
+    sides = factor.node.args[:2] if factor.node.target in _SUMS else ()
+    products = [index(side) for side in sides if isinstance(side, Node) and is_tensor(side)]
+    return any(_diagonal(part) is not None for product in products for part in product.factors)
+
+
+def _diagonal(factor: Factor) -> tuple[Factor, ...] | None:
+    """Return a diagonal matrix as the factors of its diagonal, at its rows; None if it may be another matrix."""
+    node = factor.node
+    if node.target is aten.diag_embed.default and len(node.args) == 1 and not node.kwargs:
+        return (Factor(node.args[0], factor.labels[:-1]),)  # type: ignore[arg-type]
+    while node.target in CASTS:
+        node = node.args[0]  # type: ignore[assignment]
+    return () if IDENTITY in node.meta or node.target is aten.eye.default else None
+
+
+def _without_diagonals(product: Product) -> Product:
+    """Sum over the rows, or the columns, of diagonal matrices: all else is read at the others."""
+    for factor in product.factors:
+        diagonal, bound = _diagonal(factor), resolve(product.bound)
+        if diagonal is None:
+            continue
+        row, column = (resolve(label) for label in factor.labels[-2:])
+        if len(row) != 1 or len(column) != 1 or factor.pending:
+            raise _Other
+        (gone,), (kept,) = (row, column) if row[0] in bound else (column, row)
+        if gone not in bound:
+            raise _Other
+        rest = [part for part in product.factors if part is not factor]
+        parts = tuple(
+            replace(part, labels=tuple(tuple(kept if x == gone else x for x in resolve(y)) for y in part.labels))
+            for part in (*rest, *diagonal)
+        )
+        return _without_diagonals(replace(product, factors=parts, bound=tuple(x for x in bound if x != gone)))
+    return product
 
 
 class _Values:

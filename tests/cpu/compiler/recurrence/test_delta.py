@@ -285,10 +285,39 @@ def another_key_erases(q, k, v, g, beta, r):
     return torch.stack(out, 1), S
 
 
+def as_one_matrix(q, k, v, g, beta, r, one=lambda v: torch.eye(N).to(v)[None].expand(H, N, N)):
+    """A state of (values, keys), times an identity less what is erased."""
+    S, out, I = v.new_zeros(B, H, P, N), [], one(v)
+    for t in range(T):
+        key, b = k[:, t, :, None], beta[:, t, :, None, None]
+        S = g[:, t, :, None, None].exp() * (S @ (I - b * key.mT @ key)) + b * (v[:, t, ..., None] @ key)
+        out.append((S @ q[:, t, ..., None]).squeeze(-1))
+    return torch.stack(out, 1), S
+
+
+def as_a_diagonal_and_a_product(q, k, v, g, beta, r):
+    """RWKV-7 by matrices, of (keys, values)."""
+    S, out = v.new_zeros(B, H, N, P), []
+    for t in range(T):
+        A = torch.diag_embed(q[:, t].sigmoid()) - (r * beta[..., None])[:, t, ..., None] @ r[:, t, :, None]
+        S = A @ S + k[:, t, ..., None] * v[:, t, :, None]
+        out.append((S * q[:, t, ..., None]).sum(-2))
+    return torch.stack(out, 1), S
+
+
+def from_an_identity(q, k, v, g, beta, r):
+    S, out = torch.eye(N).to(v).expand(B, H, N, N), []
+    for t in range(T):
+        S = torch.eye(N).to(v) @ S - beta[:, t, :, None, None] * (k[:, t, ..., None] @ (k[:, t, :, None] @ S))
+        S = S + k[:, t, ..., None] * r[:, t, :, None]
+        out.append((S * q[:, t, ..., None]).sum(-2))
+    return torch.stack(out, 1), S
+
+
 SPELLINGS = [
     as_fla, as_kda, ungated, without_strength, with_matmul, with_bmm, with_einsum, decay_from_gates, multiplied_out,
     one_sequence, shared_keys, two_queries, with_addcmul, with_mv, rwkv7, rwkv7_of_one_head, fast_weights_that_fade,
-    another_key_erases,
+    another_key_erases, as_one_matrix, as_a_diagonal_and_a_product, from_an_identity,
 ]  # fmt: skip
 
 
@@ -374,6 +403,25 @@ def test_decays_of_any_sign_in_inference(early, per_key, few_coupled):
     a = q.roll(1, 1).clamp(-1, 1) * (r.abs() > 0.1)
     assert len(agree(fn, q, k, v, a, r)) == 1
     assert not agree(fn, q, k, v, a, r, training=True)
+
+
+def changed(v):
+    one = torch.eye(N).to(v)
+    one.fill_(0.5)
+    return one
+
+
+OTHER_MATRICES = [
+    changed,
+    lambda v: torch.eye(1).to(v).expand(N, N),
+    lambda v: torch.eye(N).to(v).flip(0),
+    lambda v: torch.eye(N).to(v)[torch.arange(N).flip(0)],
+]
+
+
+@pytest.mark.parametrize("one", OTHER_MATRICES)
+def test_another_matrix_than_the_identity(one, few_coupled):
+    assert not agree(lambda *xs: as_one_matrix(*xs, one=one), *operands())
 
 
 def reset(keep):
