@@ -54,8 +54,9 @@ release: setup
 	done; done
 
 # Two processes of one thread each; types are checked and the site is built beside them. The first run has Inductor write plain
-# loops, the second vector instructions, as users have it (tests/conftest.py): what a newer transformers could change. `make
-# test-all` also runs the rest of large products, and what shows that each part of a guard is needed (tools/exhaustive.py).
+# loops, and only where a result depends on code; the second vector instructions, as users have it (tests/conftest.py): what a
+# newer transformers could change. `make test-all` also runs the rest of large products, graphs with code, and what shows that
+# each part of a guard is needed (tools/exhaustive.py).
 test: setup $(NEWEST)/.done
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	mkdir -p build; ($(BIN)/mypy && $(SITE)) > build/types.txt 2>&1 & checks=$$!; \

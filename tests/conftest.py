@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from refold.cache import default_folder
+from support.products import thin
 
 # Each process of a parallel run has one thread: tests spend their time in compilers, which use one, and the threads of
 # 15 processes on 16 cores wait for each other. Set before torch is imported.
@@ -64,6 +65,12 @@ if find_spec("hypothesis"):
         "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("steady")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Let tests with the mark ``rows`` run some of their rows; the others are exhaustive."""
+    thin(items)
 
 
 LIMIT = 10
@@ -139,11 +146,11 @@ def without_code(request):
     """Let the graphs of `refold.compile` run operation by operation: code takes half of the time of a compile.
 
     For tests of what a graph becomes, and of its values. That fake values are true, which code relies on, is checked
-    after every pass. There is code in tests marked ``codegen``, and in those marked ``vectors`` where Inductor writes
-    vector instructions.
+    after every pass. There is code in tests marked ``codegen``, in those marked ``vectors`` where Inductor writes
+    vector instructions, and in all of the group ``code`` (tools/exhaustive.py).
     """
     marks = ["codegen"] if os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "0" else ["codegen", "vectors"]
-    if any(map(request.node.get_closest_marker, marks)):
+    if os.environ.get("REFOLD_TESTS_CODE") == "1" or any(map(request.node.get_closest_marker, marks)):
         yield
         return
     from support.trial import no_code

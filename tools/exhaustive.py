@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,33 +20,67 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 STAMPS = ROOT / "tests" / "exhaustive.json"
+SHARED = ("src/refold/errors.py", "src/refold/versions.py", "tests/support", "tests/conftest.py")
+HF = (
+    *("accelerate", "awkward", "decoding", "jax_equality", "kernel_repository"),
+    *("packed_attention", "padding", "torch_equality", "warm"),
+)
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attacks": (
         ("tests/adversarial",),
-        ("src/refold/judge", "src/refold/verify", "tests/adversarial", "tests/benign"),
+        ("src/refold/judge", "src/refold/verify", "tools/attacks.py", "tests/benign"),
+    ),
+    "trials": (
+        ("tests/cpu/judge", "tests/cpu/verify", "tests/cpu/propose"),
+        ("src/refold/judge", "src/refold/verify", "src/refold/propose", "src/refold/early.py", "src/refold/targets.py"),
     ),
     "rewrites": (
-        ("tests/cpu/compiler",),
-        ("src/refold/compiler", "src/refold/verify", "tests/cpu/compiler", "tests/support"),
-    ),
-    "models": (
-        ("tests/hf", *(f"tests/cpu/jax/test_{name}.py" for name in ("parallel", "counts", "generate"))),
+        ("tests/cpu/compiler", "tests/hf/test_layers.py"),
         (
-            "src/refold/models",
-            "src/refold/generate",
-            "src/refold/integrations",
-            "src/refold/warm.py",
-            "tests/hf",
-            "tests/cpu/jax",
-            "tests/support",
+            *("src/refold/ops", "src/refold/verify", "src/refold/report", "src/refold/compiler"),
+            *("src/refold/integrations", "src/refold/bench/recurrences.py", "tools/fuzz.py"),
         ),
     ),
     "operators": (
-        ("tests/cpu/ops", "tests/cpu/jax"),
-        ("src/refold/ops", "tests/cpu/ops", "tests/cpu/jax", "tests/support/products.py"),
+        ("tests/cpu/ops", "tests/cpu/compat"),
+        ("src/refold/ops", "src/refold/compat", "src/refold/parallel.py", "src/refold/cache.py"),
+    ),
+    "jax": (
+        ("tests/cpu/jax",),
+        ("src/refold/ops", "src/refold/models", "src/refold/generate", "tests/cpu/conftest.py"),
+    ),
+    "models": (
+        ("tests/cpu/models", *(f"tests/hf/test_{name}.py" for name in HF)),
+        tuple(
+            f"src/refold/{room}"
+            for room in ("ops", "models", "generate", "integrations", "compat", "parallel.py", "warm.py", "cli.py")
+        ),
     ),
 }
-"""Name -> folders whose tests with the mark ``exhaustive`` belong to it, and the folders and files that they guard."""
+GROUPS["newest"] = (
+    ("tests/hf/test_accelerate.py", "tests/hf/test_layers.py"),
+    tuple(sorted({*GROUPS["rewrites"][1], *GROUPS["models"][1]})),
+)
+GROUPS["code"] = (
+    tuple(f"tests/cpu/compiler/{name}" for name in ("test_backend.py", "test_calls.py", "validate")),
+    GROUPS["rewrites"][1],
+)
+"""Name -> folders whose tests with the mark ``exhaustive`` belong to it, and the folders and files that they guard.
+
+They also guard their own folders and what is `SHARED`; tests/null/test_exhaustive.py compares this with their imports.
+"""
+ONCE_MORE = {
+    "newest": ("exhaustive", {"TORCHINDUCTOR_VEC_ISA_OK": "", "PYTHONPATH": str(ROOT / ".venv-newest")}),
+    "code": ("", {"REFOLD_TESTS_CODE": "1"}),
+}
+"""Groups of tests that belong to another group, too -> the marks of those that run once more, and how: with the newest
+transformers and vector instructions, as in the Makefile, and with Inductor's code (tests/conftest.py)."""
+
+
+def guarded(name: str) -> tuple[str, ...]:
+    """List the folders and files of which a change makes a group due."""
+    tests, rooms = GROUPS[name]
+    return (*rooms, *tests, *SHARED)
 
 
 def digest(folders: Iterable[str], root: Path = ROOT) -> str:
@@ -59,20 +94,22 @@ def digest(folders: Iterable[str], root: Path = ROOT) -> str:
 
 def due(stamps: Mapping[str, str], root: Path = ROOT) -> list[str]:
     """Give the groups whose guarded files are not those of their stamp."""
-    return [name for name, (_, guarded) in GROUPS.items() if stamps.get(name) != digest(guarded, root)]
+    return [name for name in GROUPS if stamps.get(name) != digest(guarded(name), root)]
 
 
 def run(names: Iterable[str]) -> int:
     """Run groups, and stamp those that pass; give pytest's exit status of the first that does not."""
     stamps = json.loads(STAMPS.read_text())
     for name in names:
-        tests, guarded = GROUPS[name]
+        marks, settings = ONCE_MORE.get(name, ("exhaustive", {}))
         status = subprocess.run(
-            [sys.executable, "-m", "pytest", *tests, "-m", "exhaustive", "-n", "2", "--dist", "worksteal"], cwd=ROOT
+            [sys.executable, "-m", "pytest", *GROUPS[name][0], "-m", marks, "-n", "2", "--dist", "worksteal"],
+            cwd=ROOT,
+            env=os.environ | settings,
         ).returncode
         if status:
             return status
-        stamps[name] = digest(guarded)
+        stamps[name] = digest(guarded(name))
         STAMPS.write_text(json.dumps(stamps, indent=2) + "\n")
     return 0
 

@@ -264,9 +264,9 @@ def test_without_torch(code, says):
 
 
 @pytest.mark.slow
-def test_optimize_writes_a_page_and_a_trace(layer, tmp_path):
+def test_optimize_writes_a_page_and_a_trace(layer, here, tmp_path):
     page, trace = tmp_path / "report.html", tmp_path / "trace.json"
-    done = refold("optimize", layer, "--accept", "always", "--html", page, "--trace", trace, "--json", "-", "-q")
+    done = here("optimize", layer, "--accept", "always", "--html", page, "--trace", trace, "--json", "-", "-q")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (graph,) = json.loads(done.stdout)["graphs"]

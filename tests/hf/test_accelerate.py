@@ -16,7 +16,7 @@ import refold
 from refold.errors import ArgumentError, RefoldError, RefoldWarning, ShapeError
 from refold.integrations.transformers import MIXERS
 from support.families import EVERY, OTHERS, VOCAB, WIDTH, cache_name, make
-from support.products import few, one_in
+from support.products import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
 
@@ -62,6 +62,7 @@ def compare(model, ids, **keywords):
     return summary
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_and_gradients_in_training_with_padding_on_the_left(name):
     model = make(name).train()
@@ -128,6 +129,7 @@ def generate(model, ids, mask, **keywords):
     return model.generate(ids, attention_mask=mask, **keywords)[:, ids.shape[1] :].tolist()
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_greedy_tokens(name):
     """One row, then four of different lengths.
@@ -231,6 +233,7 @@ CHECKPOINTED = [
 ]
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [(name, None) for name in FAMILIES if name != "glm5_next"] + CHECKPOINTED,  # one family of each way to call a block
@@ -797,7 +800,8 @@ def test_compiled_whole(name):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@one_in(3, "name", ["mamba2", "mamba", "qwen3_5", "kimi_linear"])
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("name", ["mamba2", "mamba", "qwen3_5", "kimi_linear"])
 def test_compiled_decoding(name):
     model, ids = make(name), ids_of(1, 5)
     expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=8)

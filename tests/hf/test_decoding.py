@@ -5,8 +5,6 @@ Without a GPU the kernels are interpreted, in a process of its own.
 
 import copy
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -18,12 +16,16 @@ import refold
 from refold.integrations import decoding, graphs, hybrids, parts
 from refold.ops import backends
 from support.families import VOCAB, cache_name, make
+from support.interpreted import ONCE_OR_ALL, passed
 from support.recorder import record
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs interpreted, in a process of its own")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*"),
+    pytest.mark.rows(3),
+]
 SMALL = {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "n_groups": 2, "state_size": 4}
 ODD = {"use_bias": True, "use_conv_bias": False, "residual_in_fp32": False, "time_step_limit": (0.6, 0.9)}
 CASES = [  # family, rows, dtype, changes, layers that have the form
@@ -49,12 +51,10 @@ CASES = [  # family, rows, dtype, changes, layers that have the form
 ]
 
 
+@ONCE_OR_ALL
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
-def test_interpreted():
-    command = [sys.executable, "-m", "pytest", __file__, "-x", "--tb=short", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+def test_interpreted(rows):
+    passed(__file__, "-x", "-m", rows)
 
 
 def use(monkeypatch, kernels):

@@ -13,7 +13,9 @@ from refold.models.checkpoint import load_checkpoint
 from refold.models.configs import MambaConfig
 from refold.models.jax import model_for, to_device
 from support.checkpoints import NAMES, VOCAB, prompt, saved
-from support.products import few, in_turns, one_in
+from support.products import few
+
+pytestmark = pytest.mark.rows(3)
 
 STEPS = 64
 
@@ -27,7 +29,8 @@ def rounding_bound(reference: np.ndarray, exact: np.ndarray) -> float:
     return 4 * own + 16 * np.finfo(np.float32).eps * np.abs(exact).max()
 
 
-@in_turns(name=NAMES, length=[5, 75])  # within a chunk, and over several
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("length", [5, 75])  # within a chunk, and over several
 def test_hidden_states(name: str, length: int) -> None:
     model, directory = saved(name)
     config, params = load_checkpoint(directory)
@@ -43,7 +46,7 @@ def test_hidden_states(name: str, length: int) -> None:
     assert error <= rounding_bound(reference, exact), (error, np.abs(reference - exact).max())
 
 
-@one_in(3, ("name", "length"), [("mamba", 7), *((name, 80) for name in NAMES), ("granite-moe-rope", 7)])
+@pytest.mark.parametrize(("name", "length"), [("mamba", 7), *((name, 80) for name in NAMES), ("granite-moe-rope", 7)])
 def test_greedy_tokens(name: str, length: int) -> None:
     model, directory = saved(name)
     generator = Generator.from_checkpoint(directory)
@@ -105,7 +108,7 @@ def test_bfloat16_follows_float64(name: str) -> None:
     assert np.linalg.norm(logits - exact) <= 2 * np.linalg.norm(reference - exact)
 
 
-@one_in(2, "name", ["mamba2", "granite-moe-rope"])
+@pytest.mark.parametrize("name", ["mamba2", "granite-moe-rope"])
 def test_sharded_checkpoint(name: str) -> None:
     _, whole = saved(name)
     _, pieces = saved(name, shard="40KB")

@@ -14,7 +14,7 @@ from refold.compiler.inductor import show_graph
 from refold.compiler.passes import replace_causal_convolutions, replace_gated_norms
 from refold.report import GraphReport
 from support import families
-from support.products import few, one_in
+from support.products import few
 
 # Releases from 5.18 on write the contractions as einsum; until then they were multiplied and summed.
 EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
@@ -26,6 +26,7 @@ pytestmark = [
         "ignore::FutureWarning:transformers.*",
         "ignore:Dynamo detected a call to a `functools.lru_cache`",  # transformers asks for versions while traced
     ),
+    pytest.mark.rows(3),
 ]
 
 # All sizes distinct; two groups of four heads. Granite and Bamba name them alike.
@@ -109,7 +110,7 @@ def test_prefill_is_one_scan(name, length):
 
 
 # Of contractions, the length changes sizes alone: a part of a chunk, one, and several.
-@one_in(2, ("name", "length"), [("granite", 80), ("bamba", 31), ("mamba2", 32)])
+@pytest.mark.parametrize(("name", "length"), [("granite", 80), ("bamba", 31), ("mamba2", 32)])
 def test_contractions_where_the_scan_is_not_faster(name, length, monkeypatch):
     monkeypatch.setattr(pipeline, "PASSES", [one for one in pipeline.PASSES if one.name != "fuse chunked scans"])
     compiled = prefill(name, length)
@@ -193,7 +194,7 @@ def scans(report):
     return [r for r in report.rewrites if r.name == "roll up loop" and r.status == "applied"]
 
 
-@one_in(2, "batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3])
 def test_sequential_scan(batch):
     layer, _ = mamba1(use_associative_scan=False)
     layer.eval()

@@ -17,6 +17,8 @@ from refold.models.torch import load_checkpoint, model_for
 from support.checkpoints import NAMES, VOCAB, prompt, saved
 from support.families import EVERY
 
+pytestmark = pytest.mark.rows(3)
+
 STEPS = 64
 BIASED = ("mamba-untied", "mamba2-groups", "bamba-biases", "granite-odd")
 

@@ -27,7 +27,7 @@ def files(folder):
     return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*.nb?")}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_second_process_compiles_nothing(tmp_path):
     pytest.importorskip("numba")
     environment = os.environ | {"REFOLD_CACHE": str(tmp_path), "PYTHONWARNINGS": "ignore"}

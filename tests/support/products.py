@@ -1,8 +1,10 @@
 """Which rows of a product `make test` runs: each value, and each pair of values, once. `make test-all` runs all."""
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -37,23 +39,39 @@ def each_pair(**values: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(tuple(values), others_exhaustive(rows, covering(places, pairs)))
 
 
-def in_turns(**values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize with a product of two; those of the longer meet one of the other, or all in the exhaustive tests."""
-    rows = list(product(*map(list, values.values())))
-    places = product(*(range(len(of)) for of in values.values()))
-    fewest = min(map(len, values.values()))
-    return pytest.mark.parametrize(
-        tuple(values), others_exhaustive(rows, [i for i, at in enumerate(places) if sum(at) % fewest == 0])
-    )
-
-
 def few(names: str | tuple[str, ...], rows: Sequence[Any], kept: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize with rows; those that are not among ``kept`` are exhaustive."""
     tuples = [row if isinstance(names, tuple) else (row,) for row in rows]
     return pytest.mark.parametrize(names, others_exhaustive(tuples, [i for i, r in enumerate(rows) if r in kept]))
 
 
-def one_in(count: int, names: str | tuple[str, ...], rows: Sequence[Any], **more: Any) -> pytest.MarkDecorator:
-    """Parametrize with rows of which all but one in ``count`` are exhaustive."""
-    tuples = [row if isinstance(names, tuple) else (row,) for row in rows]
-    return pytest.mark.parametrize(names, others_exhaustive(tuples, range(0, len(rows), count)), **more)
+def _places(rows: Sequence[pytest.Item]) -> list[int]:
+    """Number the rows of a test; in a product, by the sum of the numbers of the values, which so take turns."""
+    names = [mark.args[0] for mark in rows[0].iter_markers("parametrize")]
+    places = [0] * len(rows)
+    for one in names:
+        own = [name.strip() for name in one.split(",")] if isinstance(one, str) else one
+        seen: dict[str, int] = {}
+        for i, row in enumerate(rows):
+            places[i] += seen.setdefault(repr([row.callspec.params[name] for name in own]), len(seen))
+    return places
+
+
+def thin(items: Sequence[pytest.Item]) -> None:
+    """Leave tests with the mark ``rows(count)`` one row in ``count``; the others are exhaustive.
+
+    Which row is the first depends on the name of the test, so that a model that is a row of many tests runs in some.
+    The mark of a test goes before that of its file. A test that says itself which rows are exhaustive is left alone.
+    """
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and (mark := item.get_closest_marker("rows")):
+            tests[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (name, count), rows in tests.items():
+        if any(item.get_closest_marker("exhaustive") for item in rows):
+            continue
+        first = crc32(name.encode())
+        kept = [item for item, at in zip(rows, _places(rows), strict=True) if (at + first) % count == 0] or rows[:1]
+        for item in rows:
+            if item not in kept:
+                item.add_marker("exhaustive")

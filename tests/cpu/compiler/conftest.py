@@ -15,6 +15,11 @@ from refold.compiler.ir.rewrite import Rewrite
 from refold.compiler.pipeline import run
 
 
+@pytest.fixture(autouse=True)
+def _without_code(without_code):
+    """What a graph becomes, and its values; tests marked ``codegen`` show that code is made of it, too."""
+
+
 @dataclass
 class Outcome:
     """What the pipeline did to one graph, and both graphs' outputs on the same inputs."""

@@ -73,6 +73,7 @@ def test_only_what_is_faster_is_kept(faster, monkeypatch):
     assert re.match(rf"{re.escape(__file__)}:\d+: return", row.source)
 
 
+@pytest.mark.codegen
 def test_a_changed_length_gives_right_results():
     compiled = refold.compile(scores, dynamic=True, **ALWAYS)
     for length in (5, 7, 12, 1, 31):
@@ -88,6 +89,7 @@ def test_a_batch_size_that_changes_from_static_to_dynamic():
         close(compiled(x, y), scores(x, y)) if batch else compiled(x, y)
 
 
+@pytest.mark.codegen
 def test_training_matches_eager():
     layer = nn.Linear(16, 16)
 
@@ -110,6 +112,7 @@ def test_training_is_raced_with_its_backward():
     assert x.grad is not None
 
 
+@pytest.mark.codegen
 def test_in_place_updates_and_aliases_survive():
     class Stateful(nn.Module):
         def __init__(self):
@@ -329,6 +332,7 @@ def test_explain_counts_what_a_captured_loop_costs():
     assert graph.bytes_before - graph.bytes_after == row.bytes_before - row.bytes_after != 0
 
 
+@pytest.mark.codegen
 def test_matmuls_survive_inductor():
     import torch._inductor.config as config
 

@@ -72,6 +72,7 @@ def steps(x):
 
 
 # What comes from AOTAutograd's cache on disk is wrapped in another way than what was compiled just now.
+@pytest.mark.codegen
 @torch._functorch.config.patch(enable_autograd_cache=False)
 @pytest.mark.parametrize(
     ("fn", "options", "chosen", "backend"),

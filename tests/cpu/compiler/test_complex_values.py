@@ -47,6 +47,7 @@ def for_a_gpu(monkeypatch):
         yield code
 
 
+@pytest.mark.codegen
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation")
 @pytest.mark.parametrize("fn", [cast, pairs, constants])
 def test_inductor_generates_code_for_a_gpu(fn, for_a_gpu):

@@ -14,14 +14,16 @@ from refold.compiler.recurrence.systems import BOUNDED_SCAN
 from refold.compiler.session import GraphCompile
 from refold.report import GraphReport
 from support.agreement import check
-from support.products import in_turns, one_in
+
+pytestmark = pytest.mark.rows(3)
 
 STEPS = 21
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 
 
-@pytest.mark.slow
-@in_turns(name=list(RECURRENCES), training=[False, True])
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", RECURRENCES)
 def test_found_and_right(name, training):
     one = RECURRENCES[name]
     if training and not one.gradient:
@@ -114,7 +116,7 @@ def read_at_the_end_of_a_tree(a, x):
     return associative_scan(combine, (a, x), 1, combine_mode="generic")[1]
 
 
-@one_in(3, "sizes", [(1, 17, 1), (1, 20, 6), (2, 16, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 17, 1), (1, 20, 6), (2, 16, 1)], ids=str)
 def test_networks_with_axes_of_one_element(sizes):
     """A batch of one: what is joined next to time has no axis that says so."""
     torch._dynamo.reset()
@@ -129,7 +131,7 @@ def test_a_network_of_a_batch_of_one():
     assert detail == "17 steps of a state of 1 x 6 as one linear_scan"
 
 
-@one_in(2, "training", [True, False])
+@pytest.mark.parametrize("training", [True, False])
 def test_complex_networks(training):
     def fn(a, x):
         from torch._higher_order_ops.associative_scan import associative_scan
@@ -288,7 +290,7 @@ def test_five_coupled_carries_are_swept_and_never_composed(numba, monkeypatch):
     assert any("linear_system of 5" in detail for detail in check(fn, [decays()[1]], False)) == numba
 
 
-@one_in(2, "training", [True, False])
+@pytest.mark.parametrize("training", [True, False])
 def test_seasons_that_a_window_rolls(training):
     """Carries of a window have an axis of size one that level and trend do not have."""
 
@@ -306,7 +308,7 @@ def test_seasons_that_a_window_rolls(training):
     assert "linear_system of 6" in detail
 
 
-@one_in(2, "training", [True, False])
+@pytest.mark.parametrize("training", [True, False])
 def test_complex_steps_that_change(training):
     def fn(x, a):
         gate = torch.complex(a.cos(), a.sin()) * 0.9
@@ -334,7 +336,7 @@ def rwkv4_in_one_state(k, v, w, u):
     return torch.stack(out, 1)
 
 
-@one_in(2, "training", [True, False])
+@pytest.mark.parametrize("training", [True, False])
 def test_a_maximum_in_a_row_of_the_state(training):
     (detail,) = check(rwkv4_in_one_state, RECURRENCES["rwkv4"].inputs(2, STEPS, 2 * HEAD), training)
     assert "running maximum" in detail
@@ -354,7 +356,7 @@ def retention_by_heads(q, k, v):
     return torch.stack(out, 1)
 
 
-@one_in(2, "training", [True, False])
+@pytest.mark.parametrize("training", [True, False])
 def test_heads_in_a_loop_of_each_step(training):
     details = check(retention_by_heads, RECURRENCES["xpos-retention"].inputs(2, STEPS, 2 * HEAD), training)
     assert [detail.rsplit(" ", 1)[1] for detail in details] == ["ssd"]
@@ -399,7 +401,7 @@ def delays_in_any_order(x):
     return torch.cat([torch.stack(out, 1), y4[:, None]], 1)
 
 
-@one_in(2, "training", [True, False])
+@pytest.mark.parametrize("training", [True, False])
 def test_what_only_keeps_an_earlier_value_is_not_computed(training, monkeypatch):
     seen, whole = [], systems.with_copies
 
@@ -414,6 +416,7 @@ def test_what_only_keeps_an_earlier_value_is_not_computed(training, monkeypatch)
     assert (1, [0, 1, 2]) in seen
 
 
+@pytest.mark.codegen
 def test_a_real_compile_checks_them():
     one = RECURRENCES["biquad"]
     compiled = refold.compile(one.fn, accept="always", strict=True)
@@ -446,7 +449,7 @@ def test_a_maximum_hands_no_gradient_to_what_it_does_not_take(steps):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-@one_in(2, "training", [True, False])
+@pytest.mark.parametrize("training", [True, False])
 def test_a_derivative_that_the_code_takes_itself(training):
     """An operator brings its own gradient, which is none that a graph can take; and wrapped tensors have no storage."""
 

@@ -19,7 +19,8 @@ from refold.compiler.recurrence import affine, duality, gated_chunks
 from support import programs, random_graphs, random_loops, random_states, trial
 from support.examples import examples
 from support.layers import LAYERS, Sizes
-from support.products import one_in
+
+pytestmark = pytest.mark.rows(3)
 
 aten = torch.ops.aten
 
@@ -170,7 +171,7 @@ def test_odd_steps(name, gradient):
     assert programs.judge(programs.Program(ODD[name], [x, a], "", gradient)).failure == ""
 
 
-@one_in(3, "seed", [310003, 1, 2, 0])
+@pytest.mark.parametrize("seed", [310003, 1, 2, 0])
 def test_layers_of_public_code(seed):
     """A few of what ``tools/fuzz.py --kind layer`` runs: the whole compiler, but for generated code."""
     about, outcome = trial.trial(Random(seed))
@@ -207,7 +208,7 @@ def test_the_last_state_of_a_retention_stays_one_scan_in_training():
     assert [row.status for row in rewrites] == ["applied"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checks_run_without_the_users_autocast():
     """It is in the graph already, and does not take float16 next to float64 on a CPU."""
     about, outcome = trial.trial(
@@ -216,7 +217,7 @@ def test_checks_run_without_the_users_autocast():
     assert outcome.failure == "", about
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_fuzzer_goes_on_after_a_process_has_had_its_share(monkeypatch, capsys):
     """Python's own way to replace workers waits forever in some versions (CPython gh-115634)."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))

@@ -23,6 +23,8 @@ from refold.compiler.validate import region
 from refold.verify.timing import Timing
 from support.scans import Described
 
+pytestmark = pytest.mark.rows(3)
+
 T, D = 20, 6
 
 

@@ -12,7 +12,8 @@ import refold
 from refold.compiler.recurrence.affine import LoopVectorizer, clamp_shares
 from refold.compiler.recurrence.vectorize import Value
 from support.agreement import check, outputs, rewritten
-from support.products import in_turns
+
+pytestmark = pytest.mark.rows(3)
 
 BATCH, STEPS, CHANNELS, HEADS, HEAD = 2, 24, 6, 2, 4
 
@@ -399,7 +400,8 @@ SPELLINGS = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by PyTorch's scan in eager
-@in_turns(fn=list(SPELLINGS), training=[False, True])
+@pytest.mark.parametrize("fn", SPELLINGS)
+@pytest.mark.parametrize("training", [False, True])
 def test_found_and_right(fn, training):
     if fn in (operation, operation_against_time) and torch.__version__ < (2, 13):
         pytest.skip("its scan along another axis than the first has results of another shape, and no gradients")
@@ -529,7 +531,8 @@ OTHERWISE = (
 """What is added after a bound, and the largest of a stack, share the gradient of what is not finite in another way."""
 
 
-@in_turns(bad=[math.nan, math.inf, -math.inf], name=[name for name in BOUNDED if name not in OTHERWISE])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [name for name in BOUNDED if name not in OTHERWISE])
 def test_gradients_before_what_is_not_finite(name, bad):
     def fn(x, c):
         h, out = torch.zeros_like(x[:, 0]), []
@@ -568,7 +571,8 @@ NUMBERS = {
 }
 
 
-@in_turns(name=list(NUMBERS), training=[False, True])
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("training", [False, True])
 def test_numbers_that_change(name, training):
     start, step, found = NUMBERS[name]
 

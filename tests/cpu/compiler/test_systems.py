@@ -5,11 +5,10 @@ import torch
 
 from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM
-from support.products import in_turns
 
 STEPS = 7
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # of Triton's interpreter
+pytestmark = [pytest.mark.filterwarnings("ignore:invalid value"), pytest.mark.rows(3)]  # of Triton's interpreter
 
 
 SYSTEMS = [
@@ -53,7 +52,8 @@ def stepwise(A, b, initial, reverse, copies):
     return torch.stack(out, 1)
 
 
-@in_turns(given=SYSTEMS, dtype=[torch.float64, torch.float32, torch.complex128])
+@pytest.mark.parametrize("given", SYSTEMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
 def test_systems_and_their_gradients(way, dtype, given):
     size, matrices, reverse, begins, copies = given
     generator = torch.Generator().manual_seed(0)

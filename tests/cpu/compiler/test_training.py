@@ -16,13 +16,14 @@ from refold.compiler.validate import program
 from refold.compiler.validate.region import validate_region
 from refold.errors import RefoldWarning
 from refold.report import Report
-from support.products import one_in
 from support.scans import Described
 from support.tiny_lm import losses
 
+pytestmark = pytest.mark.rows(3)
+
 
 @pytest.mark.slow
-@one_in(3, ("checkpointed", "autocast"), [(False, None), (True, torch.bfloat16), (False, torch.bfloat16)])
+@pytest.mark.parametrize(("checkpointed", "autocast"), [(False, None), (True, torch.bfloat16), (False, torch.bfloat16)])
 def test_loss_curves_without_code_generation(checkpointed, autocast):
     """`test_loss_curve` is checkpointed in float32."""
     entry = Described("training")
@@ -329,6 +330,7 @@ def without_code_for_sums(monkeypatch):
     monkeypatch.setitem(lowering.lowerings, torch.ops.aten.cumsum.default, fails)
 
 
+@pytest.mark.codegen
 def test_sums_that_inductor_has_no_code_for_are_left_to_aten(monkeypatch):
     """In the graph that is rewritten, and, where that is not right, in the original; with their backwards."""
     without_code_for_sums(monkeypatch)

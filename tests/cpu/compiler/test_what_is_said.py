@@ -12,6 +12,8 @@ from refold.compiler.pipeline import run
 from refold.report import Report
 from support.products import few
 
+pytestmark = pytest.mark.rows(3)
+
 
 def delta_chunks(q, k, v, beta, size=16):
     b, heads, length, d = q.shape

@@ -14,7 +14,6 @@ from refold.models.configs import Config, HybridConfig, Mixer2Config
 from refold.models.jax import model_for, stack_layers, take_layers_apart, to_device
 from refold.models.jax.layers import embed
 from support.models import CONFIGS, GRANITE, MAMBA, MAMBA2
-from support.products import in_turns
 
 # Models of 130M (Granite: 320M) parameters at their full size: only shapes are needed to compile them.
 MIXER = Mixer2Config(d_model=768, nheads=24, headdim=64, ngroups=1, dstate=128)
@@ -56,7 +55,9 @@ def compiled(function: Any, *arguments: Any, donated: tuple[int, ...] = ()) -> A
     return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
 
-@in_turns(name=list(PUBLISHED), given=[("float32", 1), ("float32", 4), ("bfloat16", 2)])
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("given", [("float32", 1), ("float32", 4), ("bfloat16", 2)])
 def test_work_of_a_step(name: str, given: tuple[str, int]) -> None:
     """All layers, several rows. In bfloat16 XLA on CPU widens the weights for one row, so that is left out."""
     config, (dtype, rows) = PUBLISHED[name], given
@@ -93,6 +94,7 @@ def test_parameter_count_of_published_size() -> None:
     assert counts.parameters(PUBLISHED["mamba2"]) == 128_989_632
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("call", ["forward", "step"])
 def test_compiled_size_does_not_grow_with_depth(name: str, call: str) -> None:

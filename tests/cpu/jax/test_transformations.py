@@ -21,6 +21,8 @@ from refold.ops.testing.contract import relative_error
 from refold.ops.testing.problems import Problem
 from support.products import covering, others_exhaustive
 
+pytestmark = pytest.mark.rows(3)
+
 Arrays = dict[str, jax.Array]
 EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state", "g", "beta", "r", "A_log"})
 SSD, DUAL = {"t": 11, "h": 8, "p": 2, "g": 8, "n": 3}, {"dt_softplus": True, "dt_limit": (0.5, 1.2)}
@@ -250,7 +252,7 @@ SHARDS = [*ROWS.items(), *HEADS.items()]
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"), others_exhaustive(SHARDS, covering(SHARDS, lambda row: [(row[0].partition("-")[0], row[1][0])]))
+    ("name", "cut"), others_exhaustive(SHARDS, covering(SHARDS, lambda row: (row[0].partition("-")[0], row[1])))
 )
 def test_shard_map(name: str, cut: str) -> None:
     """Batch or heads over eight devices, with JAX's default checks; gradients of what all devices share are summed."""
@@ -284,10 +286,10 @@ MESHES = [(name, cuts, kind) for name, cuts in CUTS for kind in (AxisType.Auto, 
 
 
 def facts(row: tuple[str, dict[str, str], AxisType]) -> Iterator[Any]:
-    """Yield each way of an operator to be cut, each way of each kind, and each case."""
+    """Yield each operator, cut along time or not, and each way to be cut, in each kind of mesh."""
     name, cuts, kind = row
     ways = tuple("t" if letters == "t" else "rows" if letters == ROWS.get(name) else "heads" for letters in cuts)
-    yield from (name, (name.partition("-")[0], ways), (ways, kind))
+    yield from ((name.partition("-")[0], "t" in ways), (ways, kind))
 
 
 @pytest.mark.parametrize(

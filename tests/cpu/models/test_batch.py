@@ -19,6 +19,8 @@ from refold.ops.torch import graphs
 from support.models import CONFIGS
 from support.recorder import record
 
+pytestmark = pytest.mark.rows(3)
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAMPLINGS = [
     Sampling(),

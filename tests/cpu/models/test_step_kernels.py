@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +15,10 @@ from refold import ops
 from refold.models.checkpoint import random_params
 from refold.models.configs import HybridConfig
 from refold.models.torch import layers, model_for, steps, take_layers_apart, to_device
+from support.interpreted import ONCE_OR_ALL, passed
 from support.models import CONFIGS
+
+pytestmark = pytest.mark.rows(3)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -53,12 +54,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
+@ONCE_OR_ALL
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
-def test_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", __file__, "-x", "--tb=short", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+def test_interpreted(rows: str) -> None:
+    passed(__file__, "-x", "-m", rows)
 
 
 @here

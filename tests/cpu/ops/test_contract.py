@@ -16,10 +16,7 @@ BACKENDS = ("torch", "numba", "jax", *(["triton"] if INTERPRETED else []))
 
 CORE = ("values", "gradients", "no_worse_than_torch")
 SLOW = ("jax", "triton")
-"""They compile for, or interpret, each new shape: some of the cases, and every case in the exhaustive tests.
-
-The others take all cases for what is `CORE`, and some for the rest.
-"""
+"""They compile for, or interpret, each new shape: in half precision and for what is not `CORE`, some of the cases."""
 
 
 def facts(spec: OpSpec, case: Example) -> Iterator[tuple[Any, ...]]:
@@ -43,11 +40,11 @@ def shows(spec: OpSpec, case: Example) -> bool:
 
 
 def cells(every: int = 1, *always: str) -> Iterator[Any]:
-    """Yield spec, backend and case.
+    """Yield spec, backend and case; cases that show no fact that others do not show are exhaustive.
 
     Args:
         every: Of slow backends, one case out of so many, which are exhaustive: without them, the complete case and
-            those of ``always`` are left. If it is one, those that show no fact that others do not show are exhaustive.
+            those of ``always`` are left. Of Triton, which is interpreted, test_triton_interpreted.py chooses.
         always: Names of cases.
     """
     for spec in all_specs():
@@ -58,13 +55,13 @@ def cells(every: int = 1, *always: str) -> Iterator[Any]:
                 yield pytest.param(spec, backend, None, marks=missing, id=f"{spec.name}-{backend}")
                 continue
             cases = spec.cases()
-            first = [i for i, case in enumerate(cases) if case.name in (spec.complete, *always)]
-            if every == 1:
-                first = CHOSEN[spec.name]
+            first = CHOSEN[spec.name]
+            if backend in SLOW and every > 1:
+                first = [i for i, case in enumerate(cases) if case.name in (spec.complete, *always)]
             for i, case in enumerate(cases):
                 if backend in SLOW and i % every and i not in first:
                     continue
-                marks = [pytest.mark.exhaustive] if backend in SLOW and i not in first else []
+                marks = [] if i in first or backend == "triton" else [pytest.mark.exhaustive]
                 yield pytest.param(spec, backend, case, marks=marks, id=f"{spec.name}-{backend}-{case.name}")
 
 
@@ -78,7 +75,7 @@ def test_float32(spec: OpSpec, backend: str, case: Example) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("spec", "backend", "case"),
-    [c for c in cells() if c.values[1] not in SLOW and not (c.values[2] and shows(c.values[0], c.values[2]))],
+    [c for c in cells() if c.marks and c.values[1] not in SLOW and c.values[2]],
 )
 def test_properties_of_all_cases(spec: OpSpec, backend: str, case: Example) -> None:
     for name in CHECKS:

@@ -15,6 +15,8 @@ from refold.ops.spec import load
 from refold.ops.testing import check, problem
 from refold.ops.torch import tables
 
+pytestmark = pytest.mark.rows(3)
+
 SPEC = load("delta_rule")
 CASES = {case.name: case for case in SPEC.cases()}
 CUTS = {

@@ -18,7 +18,10 @@ from support import gluon  # noqa: E402
 KERNELS = "refold.ops.delta_rule._gluon_kernels"
 plans = import_module("refold.ops.delta_rule._triton_forward")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of NaN, by NumPy
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+    pytest.mark.rows(3),
+]  # of NaN, by NumPy
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from refold.ops.spec import load
 from refold.ops.ssd import _torch as ssd_torch
 from refold.ops.ssd.reference import ssd as ssd_reference
 
+pytestmark = pytest.mark.rows(3)
+
 LONG = 131072
 EPS = torch.finfo(torch.float32).eps
 

@@ -32,7 +32,7 @@ def loaded(folder):
     return int(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_second_process_loads_what_the_first_compiled(tmp_path):
     assert loaded(tmp_path) == 0
     assert loaded(tmp_path) == 1

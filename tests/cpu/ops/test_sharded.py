@@ -1,17 +1,14 @@
 """Operators on DTensors, in two processes: values and gradients, or an error with the remedy."""
 
-import socket
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import refold.ops as ops
 from refold.errors import ArgumentError
 from refold.ops.spec import load
+from support.ranks import on_ranks
 
 R = Replicate()
 
@@ -62,10 +59,8 @@ def check(name, arrays, options, placed, mesh):
         torch.testing.assert_close(a.full_tensor(), b)
 
 
-def run(rank, port):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def run(rank, size):
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,))
     for name, arrays, options, ways in problems():
         for placed in ways:
@@ -101,15 +96,11 @@ def run(rank, port):
         y, state = ops.ssd_step_(**rest, state=state)
     torch.testing.assert_close(y.full_tensor(), expected)
     torch.testing.assert_close(state.full_tensor(), after)
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run, (port,), nprocs=2)
+def test_two_processes(tmp_path):
+    on_ranks(2, run, tmp_path)
 
 
 def test_every_operator_says_where_it_may_be_cut():

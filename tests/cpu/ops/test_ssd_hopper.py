@@ -19,7 +19,10 @@ KERNELS = "refold.ops.ssd._gluon_kernels"
 plans, kernels = import_module("refold.ops.ssd._triton_forward"), import_module("refold.ops.ssd._triton_kernels")
 INF = float("inf")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of zeros, by NumPy
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+    pytest.mark.rows(3),
+]  # of zeros, by NumPy
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.rows(4)
+
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 _triton = pytest.importorskip("refold.ops.ssd._triton_forward")

@@ -1,8 +1,6 @@
 """Some cases of every operator through the Triton kernels, interpreted, on a machine without a GPU."""
 
-import os
-import subprocess
-import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ pytest.importorskip("triton")
 
 from refold.ops.backends import absence
 from refold.ops.spec import load, operators
+from support.interpreted import ONCE_OR_ALL, passed
 
 CASES = {
     "ssd": ("all_t9", "odd_chunk", "group_a_head", "packed_empty"),
@@ -26,34 +25,41 @@ BAD = {"ssd": "all_t15", "selective_scan": "plain_t1", "linear_scan": "packed_em
 """Cases with values that are not finite."""
 
 
-def test_contract_interpreted() -> None:
-    """In a process of its own: Triton decides while it is imported whether kernels are interpreted."""
+@pytest.mark.slow
+@ONCE_OR_ALL
+def test_contract_interpreted(rows: str) -> None:
+    """All cases of the tables; where only some tests run, the last of each operator."""
+    every = rows == "exhaustive"
     names = ("test_contract.py", "test_extremes.py", "test_ssd_backward.py", "test_gluon_interpreted.py",
              "test_ssd_hopper.py", "test_delta_hopper.py", "test_delta_backward.py", "test_slots.py")  # fmt: skip
     files = [str(Path(__file__).with_name(name)) for name in names]
-    cells = [("test_float32", op, case) for op in operators() for case in CASES.get(op, map(str, load(op).cases()))
-             if absence(load(op), "triton") is None]  # fmt: skip
-    cells += [("test_half_precision", op, f"{case}-{d}") for op in HALF for case in HALF[op] for d in ("bf", "f")]
+    cells = [
+        ("test_float32", op, case)
+        for op in operators()
+        if absence(load(op), "triton") is None
+        for case in CASES.get(op, tuple(map(str, load(op).cases())))[0 if every else -1 :]
+    ]
+    cells += [
+        ("test_half_precision", op, f"{case}-{dtype}")
+        for op in HALF
+        for case, dtype in product(HALF[op][0 if every else -1 :], ("bf", "f")[: 2 if every else 1])
+    ]
     cells += [
         ("test_properties_of_slow_backends", op, f"{case}-nonfinite{rest}")
         for op, case in BAD.items()
-        for rest in ("", "_gradients")
+        for rest in ("", "_gradients")[0 if every else 1 :]
     ]
     chosen = [f"{test} and {op}-triton-{case}" for test, op, case in cells]
     chosen += ["test_ssd_decays and triton", "test_ssd_nan and triton", "test_conv_nan and triton"]
     chosen += [Path(name).stem for name in names[2:]]
-    command = [sys.executable, "-m", "pytest", "-vv", *files, "-k", " or ".join(f"({c})" for c in chosen), "--tb=short"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    missing = [cell for cell in cells if f"{cell[0]}[{cell[1]}-triton-{cell[2]}" not in done.stdout]
+    printed = passed("-vv", *files, "-k", " or ".join(f"({c})" for c in chosen), "-m", "" if every else rows)
+    missing = [cell for cell in cells if f"{cell[0]}[{cell[1]}-triton-{cell[2]}" not in printed]
     assert not missing, f"no tests have the names {missing}"
 
 
 @pytest.mark.slow
-def test_sweeps_interpreted() -> None:
+@ONCE_OR_ALL
+def test_sweeps_interpreted(rows: str) -> None:
     """The sweeps of coupled carries and of running maxima, as a GPU runs them."""
     file = Path(__file__).parent.parent / "compiler" / "test_systems.py"
-    command = [sys.executable, "-m", "pytest", str(file), "-k", "gpu", "-m", "not exhaustive", "-q"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout
+    assert "skipped" not in passed(str(file), "-k", "gpu", "-m", rows)

@@ -13,7 +13,7 @@ from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
 from refold.report import GraphReport
 
-pytestmark = pytest.mark.usefixtures("without_code")
+pytestmark = pytest.mark.rows(3)
 
 B, T, D, N = 2, 40, 5, 3
 

@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import refold
-from support.products import in_turns
 from support.scans import spliced
 
-pytestmark = pytest.mark.usefixtures("without_code")
+pytestmark = pytest.mark.rows(3)
 
 B, T, D = 2, 24, 4
 
@@ -85,7 +84,8 @@ def agree(run, fn, grad):
         torch.testing.assert_close(own, eager, rtol=1e-4, atol=1e-5)
 
 
-@in_turns(name=list(SCANS), grad=[False, True])
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("grad", [False, True])
 def test_they_become_scans(name, grad):
     run, report = spliced(SCANS[name], "training" if grad else "inference")
     agree(run, SCANS[name], grad)

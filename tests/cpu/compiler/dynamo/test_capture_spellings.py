@@ -7,9 +7,8 @@ import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 import refold
-from support.products import in_turns, one_in
 
-pytestmark = pytest.mark.usefixtures("without_code")
+pytestmark = pytest.mark.rows(3)
 
 B, T, D = 2, 40, 5
 
@@ -438,7 +437,7 @@ def test_values_and_gradients(captured, fn, steps):
     assert captured.notes == []
 
 
-@one_in(4, "fn", [case[0] for case in CAPTURED])
+@pytest.mark.parametrize("fn", [case[0] for case in CAPTURED])
 def test_dynamo_executes_as_much_whatever_the_length(captured, fn, monkeypatch):
     executed = []
     original = InstructionTranslatorBase.step
@@ -466,7 +465,8 @@ SCANS = [
 ]
 
 
-@in_turns(fn=SCANS, train=[False, True])
+@pytest.mark.parametrize("fn", SCANS)
+@pytest.mark.parametrize("train", [False, True])
 def test_they_become_scans(fn, train):
     torch._dynamo.reset()
     x = xs().requires_grad_(train)

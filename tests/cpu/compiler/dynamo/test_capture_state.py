@@ -11,7 +11,7 @@ from torch import nn
 import refold
 from refold.compiler.dynamo import captures_loops
 
-pytestmark = pytest.mark.usefixtures("without_code")
+pytestmark = pytest.mark.rows(3)
 
 B, T, D = 2, 40, 5
 

@@ -12,7 +12,10 @@ from refold.compiler.ir.fx import registers_hook
 from support.scans import Described
 
 # Where a function is left in the middle, Dynamo asks a result for its gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.rows(3),
+]
 
 B, T, D = 2, 20, 3
 NEW = torch.__version__ >= (2, 13)  # before, a function that registers a hook stays as it is

@@ -8,7 +8,7 @@ import torch
 import refold
 from support.scans import spliced
 
-pytestmark = pytest.mark.usefixtures("without_code")
+pytestmark = pytest.mark.rows(3)
 
 B, T, D = 2, 24, 4
 

@@ -5,6 +5,8 @@ import torch
 
 import refold
 
+pytestmark = pytest.mark.rows(3)
+
 B, T, D, N = 2, 24, 6, 4
 
 

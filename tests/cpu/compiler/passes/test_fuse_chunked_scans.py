@@ -24,7 +24,8 @@ from support.chunked import (
     multiplied,
     repeat_groups,
 )
-from support.products import in_turns, one_in
+
+pytestmark = pytest.mark.rows(3)
 
 NAME = "fuse chunked scan"
 
@@ -36,7 +37,8 @@ def check(outcome, rewrites):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
-@in_turns(name=list(SPELLINGS), final=[True, False])
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("final", [True, False])
 def test_spellings(rewritten, name, final):
     listing = SPELLINGS[name]
     check(rewritten(listing if final else lambda *args: listing(*args)[0], *inputs()), 1 + final)
@@ -152,7 +154,8 @@ ABOUT_OUTPUTS = {"other_decay_from_the_start", "other_keys", "other_queries", "o
 ABOUT_OUTPUTS |= {"states_behind_the_chunk"}
 
 
-@in_turns(name=list(SPELLINGS), initial=[True, False])
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("initial", [True, False])
 def test_last_state_alone_is_one_product(rewritten, name, initial):
     listing = SPELLINGS[name]
     first = [torch.randn(BATCH, HEADS, CHANNELS, STATES)] * initial
@@ -172,7 +175,7 @@ def test_last_state_of_groups_with_step_sizes(rewritten):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
-@one_in(2, "name", sorted(NEAR_MISSES.keys() - ABOUT_OUTPUTS))
+@pytest.mark.parametrize("name", sorted(NEAR_MISSES.keys() - ABOUT_OUTPUTS))
 def test_near_misses_of_a_last_state_stay(rewritten, name):
     listing = NEAR_MISSES[name]
     outcome = rewritten(lambda *args: listing(*args)[1], *inputs())

@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck
 
 from support import programs
-from support.products import in_turns
+
+pytestmark = pytest.mark.rows(3)
 
 B, I, J, K = 3, 5, 6, 7  # all distinct, so that a mixed-up axis cannot go unnoticed
 
@@ -35,7 +36,8 @@ SPELLINGS = {
 }
 
 
-@in_turns(name=list(SPELLINGS), dynamic=[None, True])
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_every_spelling_becomes_a_matmul(rewritten, name, dynamic):
     x, y = torch.randn(B, I, K), torch.randn(B, J, K)
     outcome = rewritten(SPELLINGS[name], x, y, dynamic=dynamic)

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import refold
 from refold.compiler.recurrence import scanned
-from support.products import in_turns
+
+pytestmark = pytest.mark.rows(3)
 
 
 def logarithms(f, i):
@@ -79,7 +80,8 @@ def inputs(steps=24, channels=6):
     return torch.randn(2, steps, channels, generator=generator), torch.randn(2, steps, channels, generator=generator)
 
 
-@in_turns(fn=FOUND, dynamic=[False, True])
+@pytest.mark.parametrize("fn", FOUND)
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_they_are_scans(rewritten, fn, dynamic):
     outcome = rewritten(fn, *inputs(), dynamic=dynamic)
     assert outcome.names == ["replace rescaled sum"]

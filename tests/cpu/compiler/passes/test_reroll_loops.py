@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import refold
-from support.products import in_turns, one_in
+
+pytestmark = pytest.mark.rows(3)
 
 SCAN = "refold.linear_scan.default"
 T, B, D, N = 7, 2, 5, 3
@@ -255,7 +256,7 @@ SCANS = [
 ]
 
 
-@one_in(2, ("fn", "inputs", "rewrites", "scans"), SCANS, ids=[case[0].__name__ for case in SCANS])
+@pytest.mark.parametrize(("fn", "inputs", "rewrites", "scans"), SCANS, ids=[case[0].__name__ for case in SCANS])
 def test_models(rewritten, fn, inputs, rewrites, scans):
     outcome = rewritten(fn, *inputs())
     assert outcome.names.count("roll up loop") == rewrites
@@ -278,7 +279,9 @@ def test_work_of_a_scan_is_counted_by_its_own_formula(rewritten):
     assert rewrite.after.bytes >= x + y + state + 4 * (tokens * heads + heads + 2 * tokens * N)
 
 
-@one_in(2, ("fn", "inputs", "rewrites", "scans"), SCANS[::-1], ids=[case[0].__name__ for case in SCANS[::-1]])
+@pytest.mark.parametrize(
+    ("fn", "inputs", "rewrites", "scans"), SCANS[::-1], ids=[case[0].__name__ for case in SCANS[::-1]]
+)
 def test_gradients(rewritten, fn, inputs, rewrites, scans):
     outcome = rewritten(fn, *(x.requires_grad_() for x in inputs()))
     forward = 1 if isinstance(scans, str) else scans
@@ -395,7 +398,8 @@ NEGATIVES = [
 ]  # fmt: skip
 
 
-@in_turns(fn=NEGATIVES, train=[False, True])
+@pytest.mark.parametrize("fn", NEGATIVES)
+@pytest.mark.parametrize("train", [False, True])
 def test_other_loops_stay(rewritten, fn, train):
     outcome = rewritten(fn, *(x.requires_grad_(train) for x in inputs_gates()))
     if not train:

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from refold.verify.numerics import unit_roundoff
 
+pytestmark = pytest.mark.rows(3)
+
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])

@@ -16,8 +16,10 @@ from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.delta import read_rank_one
 from refold.compiler.session import GraphCompile
 from support.agreement import outputs, rewritten
-from support.products import each_pair, in_turns
+from support.products import each_pair
 from support.scans import Described
+
+pytestmark = pytest.mark.rows(3)
 
 B, T, H, N, P = 2, 17, 3, 6, 4
 
@@ -321,7 +323,8 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
-@in_turns(fn=list(SPELLINGS), training=[False, True])
+@pytest.mark.parametrize("fn", SPELLINGS)
+@pytest.mark.parametrize("training", [False, True])
 def test_spellings(fn, training):
     assert len(agree(fn, *operands(), training=training)) == 1
 

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import refold
-from support.products import in_turns
+
+pytestmark = pytest.mark.rows(3)
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SCAN, SELECTIVE = "refold.linear_scan.default", "refold.selective_scan.default"
@@ -166,7 +167,8 @@ LAYERS = [
 ]  # fmt: skip
 
 
-@in_turns(case=LAYERS, train=[False, True])
+@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("train", [False, True])
 def test_layers(rewritten, case, train):
     fn, inputs = case
     outcome = rewritten(fn, *(x.requires_grad_(train) for x in inputs()))
@@ -208,7 +210,8 @@ def last_of_two(x, a):
 LAST = [(last_of_a_loop, 1), (last_of_long_lines, 1), (last_of_a_stack, 1), (last_of_two, 2)]
 
 
-@in_turns(case=LAST, train=[False, True])
+@pytest.mark.parametrize("case", LAST)
+@pytest.mark.parametrize("train", [False, True])
 def test_loops_of_which_only_the_last_state_is_used(rewritten, case, train):
     (fn, scans), sizes = case, []
     for steps in (T, 2 * T):

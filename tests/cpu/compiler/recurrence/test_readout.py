@@ -6,8 +6,9 @@ import torch
 from refold.compiler.recurrence import duality
 from refold.compiler.recurrence.gated_chunks import CHUNK
 from support.agreement import check
-from support.products import in_turns
 from support.scans import compiled, flat, operators
+
+pytestmark = pytest.mark.rows(3)
 
 H, K, V, STEPS = 2, 4, CHUNK, 2 * CHUNK + 5
 CHUNKS = "linear_scan over chunks"
@@ -93,7 +94,8 @@ def close(got, want):
         assert (a - b).norm() <= 4 * K * STEPS**0.5 * torch.finfo(a.dtype).eps * b.norm()
 
 
-@in_turns(found=FOUND, given=[(1, torch.float32), (2, torch.float64)])
+@pytest.mark.parametrize("found", FOUND)
+@pytest.mark.parametrize("given", [(1, torch.float32), (2, torch.float64)])
 def test_values(found, given):
     (fn, operator), (batch, dtype) = found, given
     run = compiled(fn)

@@ -8,7 +8,7 @@ import torch
 import refold
 from support.scans import operators
 
-pytestmark = pytest.mark.usefixtures("without_code")
+pytestmark = pytest.mark.rows(3)
 
 STEPS = 24
 

@@ -134,6 +134,7 @@ def by_size(x, n):
     return torch.tanh(x) * (-1) ** (x.shape[1] + 1)
 
 
+@pytest.mark.codegen
 @pytest.mark.filterwarnings("ignore::refold.errors.RefoldWarning")  # Inductor of torch 2.13 fails on `by_size`
 @pytest.mark.parametrize(("fn", "steps", "dynamic"), [(by_tensor, (24,), None), (by_size, (24, 21), True)])
 def test_a_graph_that_runs_eagerly_has_powers_of_negative_numbers(fn, steps, dynamic):

@@ -246,7 +246,7 @@ def test_somebody_elses_code_has_no_name(folder):
         name_program(torch.fx.symbolic_trace(lambda x: x), [torch.ones(2)], {"options": object()})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_process_replays(folder):
     code = textwrap.dedent(
         f"""
