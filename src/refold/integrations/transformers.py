@@ -154,8 +154,8 @@ class Acceleration:
     def heads_plan(self) -> dict[str, Any]:
         """Return a plan for ``torch.distributed.tensor.parallel.parallelize_module``: each rank computes some heads.
 
-        Recurrent layers are cut, less lightning attention, and so are attention and MLPs whose projections divide. All
-        ranks have all tokens and compute the rest. docs/scale.md says what becomes of parameters and gradients.
+        Recurrent layers are cut, and so are attention and MLPs whose projections divide. All ranks have all tokens and
+        compute the rest. docs/scale.md says what becomes of parameters and gradients.
         """
         return heads.heads_plan(self.model, self.replaced)
 

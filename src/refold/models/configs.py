@@ -23,7 +23,8 @@ MOST_LAYERS = 10_000
 class MambaConfig:
     """Mamba-1. ``layout`` names the writer of the checkpoint, which decides the names of its tensors.
 
-    Falcon Mamba normalises the low-rank step, B and C, without weights, with ``selection_eps``; None: they stay as is.
+    ``heads`` is what `refold.models.torch.heads` knows where other ranks have other channels. Falcon Mamba normalises
+    the low-rank step, B and C, without weights, with ``selection_eps``; None: they stay as is.
     """
 
     vocab_size: int
@@ -40,6 +41,7 @@ class MambaConfig:
     tied: bool = True
     stop_tokens: tuple[int, ...] = ()
     layout: str = "transformers"
+    heads: Any = None
 
     @property
     def conv_dim(self) -> int:
@@ -54,7 +56,10 @@ class MambaConfig:
 
 @dataclass(frozen=True)
 class Mixer2Config:
-    """One Mamba-2 mixer: ``norm_groups`` groups of channels are normalised alone; dt is clipped to ``dt_limit``."""
+    """One Mamba-2 mixer: ``norm_groups`` groups of channels are normalised alone; dt is clipped to ``dt_limit``.
+
+    ``heads`` is as in `MambaConfig`.
+    """
 
     d_model: int
     nheads: int
@@ -67,6 +72,7 @@ class Mixer2Config:
     norm_groups: int = 1
     norm_eps: float = 1e-5
     dt_limit: tuple[float, float] = (0.0, math.inf)
+    heads: Any = None
 
     @property
     def d_inner(self) -> int:
@@ -135,6 +141,7 @@ class HybridConfig:
     ``rope_theta`` is None where attention sees no positions; the first ``rope_dim`` numbers of a head are rotated, all
     if None. ``nexperts`` 0 means no mixture of experts. ``gated`` attention normalises each head of its queries and
     keys, and has an output gate next to each query. ``root`` begins the names of a checkpoint's tensors.
+    ``attention_heads`` and ``mlp_channels`` are as ``heads`` in `MambaConfig`.
     """
 
     vocab_size: int
@@ -162,6 +169,8 @@ class HybridConfig:
     stop_tokens: tuple[int, ...] = ()
     layout: str = "transformers"
     root: str = "model"
+    attention_heads: Any = None
+    mlp_channels: Any = None
 
     @property
     def nlayers(self) -> int:

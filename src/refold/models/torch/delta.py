@@ -10,6 +10,7 @@ from torch import Tensor
 from refold import ops
 from refold.models.configs import DeltaConfig
 from refold.models.torch import steps
+from refold.models.torch.heads import enter, leave
 from refold.models.torch.layers import Tree, linear
 
 
@@ -18,6 +19,7 @@ def mixer(
     chunk_size: int | None = None, group: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mix ``u (b, t, d)`` over time; return it with the last inputs of the convolution and the state."""
+    u, weights = enter(c.heads, u, weights)
     z, qkv, b, a = _parts(c, linear(u, weights["in_proj"]))
     qkv, window = ops.causal_conv1d(
         qkv, weights["conv_weight"], activation="silu", initial_state=window, cu_seqlens=offsets, group=group
@@ -26,7 +28,7 @@ def mixer(
         *_heads(c, qkv), g=a, beta=b, A_log=weights["A_log"], dt_bias=weights["dt_bias"], normalize=True,
         beta_limit=1.0, initial_state=state, cu_seqlens=offsets, chunk_size=chunk_size, group=group,
     )  # fmt: skip
-    return linear(_gated(c, weights, y, z), weights["out_proj"]), window, after.to(state.dtype)
+    return leave(c.heads, _gated(c, weights, y, z), weights["out_proj"]), window, after.to(state.dtype)
 
 
 def mixer_step_(
@@ -45,7 +47,7 @@ def mixer_step_(
         *_heads(c, qkv), state, g=a, beta=b, A_log=weights["A_log"], dt_bias=weights["dt_bias"], normalize=True,
         beta_limit=1.0,
     )  # fmt: skip
-    steps.add_projected_(hidden, _gated(c, weights, y, z), weights["out_proj"], scale=scale)
+    steps.add_projected_(hidden, _gated(c, weights, y, z), weights["out_proj"], scale=scale, heads=c.heads)
 
 
 def _parts(c: DeltaConfig, projected: Tensor) -> tuple[Tensor, ...]:

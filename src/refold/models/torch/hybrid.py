@@ -16,6 +16,7 @@ from torch import Tensor
 
 from refold.models.configs import DeltaConfig, HybridConfig
 from refold.models.torch import delta, mamba2, steps
+from refold.models.torch.heads import enter, leave
 from refold.models.torch.layers import (
     Rows,
     Tree,
@@ -72,7 +73,7 @@ def forward(
         else:
             mixed = _attention(c, weights, normed, rows, past, state["k"][i], state["v"][i])
         hidden, normed = add_norm(hidden, mixed, common["mlp_norm"], c.norm_eps, c.residual_multiplier)
-        mixed = _mlp(common, normed)
+        mixed = _mlp(c, common, normed)
         if c.nexperts:
             mixed = mixed + _experts(c, common, normed, normed.numel() // c.d_model * c.experts_per_token <= c.nexperts)
     _, normed = add_norm(hidden, mixed, params["norm"], c.norm_eps, c.residual_multiplier)
@@ -113,7 +114,8 @@ def _feed_(config: HybridConfig, common: Tree, hidden: Tensor) -> None:
     else:
         fed = torch.cat(_project_all(common, ("mlp_gate", "mlp_up"), hidden, common["mlp_norm"], c.norm_eps), -1)
     scale = c.residual_multiplier
-    steps.add_projected_(hidden, fed, common["mlp_out"], common.get("mlp_out_bias"), gated=True, scale=scale)
+    out, bias = common["mlp_out"], common.get("mlp_out_bias")
+    steps.add_projected_(hidden, fed, out, bias, gated=True, scale=scale, heads=c.mlp_channels)
     if normed is not None:
         few = len(hidden) * c.experts_per_token <= c.nexperts
         hidden.add_(_experts(c, common, normed, few or hidden.is_cuda), alpha=scale)  # a CUDA graph cannot count
@@ -141,6 +143,7 @@ def _attention(
     config: HybridConfig, weights: Tree, u: Tensor, rows: Rows, past: list[int], k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
     """Attend, row by row, to what the caches hold and to the row itself, causally; the caches get the row's keys."""
+    u, weights = enter(config.attention_heads, u, weights)
     products = (linear(u, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k", "v"))
     q, k, v, gate = _heads(config, weights, products)
     answers = []
@@ -158,7 +161,7 @@ def _attention(
         runs = zip(query.split(parts), (before + end for end in ends), strict=True)
         answers.append(torch.cat([_attend(config, run, key[:end], value[:end]) for run, end in runs]))
     y = rows.joined(answers).flatten(-2)
-    return linear(y if gate is None else y * gate, weights["o"], weights.get("o_bias"))
+    return leave(config.attention_heads, y if gate is None else y * gate, weights["o"], weights.get("o_bias"))
 
 
 def _attend(config: HybridConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -194,15 +197,17 @@ def _attention_step_(
         q, k, v, k_cache, v_cache, length, scale=c.attention_multiplier, theta=c.rope_theta, rope_dim=c.rope_dim
     )
     y = y if gate is None else y * gate
-    steps.add_projected_(hidden, y, weights["o"], weights.get("o_bias"), scale=c.residual_multiplier)
+    out, bias = weights["o"], weights.get("o_bias")
+    steps.add_projected_(hidden, y, out, bias, scale=c.residual_multiplier, heads=c.attention_heads)
 
 
-def _mlp(common: Tree, x: Tensor) -> Tensor:
+def _mlp(config: HybridConfig, common: Tree, x: Tensor) -> Tensor:
+    x, common = enter(config.mlp_channels, x, common)
     if "mlp_in" in common:
         gate, up = linear(x, common["mlp_in"]).chunk(2, -1)
     else:
         gate, up = (linear(x, common[name], common.get(f"{name}_bias")) for name in ("mlp_gate", "mlp_up"))
-    return linear(F.silu(gate) * up, common["mlp_out"], common.get("mlp_out_bias"))
+    return leave(config.mlp_channels, F.silu(gate) * up, common["mlp_out"], common.get("mlp_out_bias"))
 
 
 def _experts(config: HybridConfig, common: Tree, x: Tensor, gather: bool) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from refold import ops
 from refold.models.configs import MambaConfig
 from refold.models.torch import steps
+from refold.models.torch.heads import enter, leave, sum_over
 from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, linear, output, rms_norm
 
 
@@ -30,6 +31,7 @@ def forward(
     windows, states = [], []
     for weights, window, ssm in zip(params["layers"], state["conv"], state["ssm"], strict=True):
         hidden, normed = add_norm(hidden, mixed, weights["norm"], config.norm_eps)
+        normed, weights = enter(config.heads, normed, weights)
         x, z = linear(normed, weights["in_proj"], weights.get("in_bias")).chunk(2, -1)
         x, window = ops.causal_conv1d(
             x, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window,
@@ -40,7 +42,7 @@ def forward(
             x, dt, -weights["A_log"].exp(), B, C, D=weights["D"], z=z, dt_bias=weights["dt_bias"], dt_softplus=True,
             initial_state=ssm, cu_seqlens=rows.offsets, state_dtype=ssm.dtype, group=group,
         )  # fmt: skip
-        mixed = linear(y, weights["out_proj"], weights.get("out_bias"))
+        mixed = leave(config.heads, y, weights["out_proj"], weights.get("out_bias"))
         windows.append(window)
         states.append(ssm)
     _, normed = add_norm(hidden, mixed, params["norm"], config.norm_eps)
@@ -57,20 +59,25 @@ def step_(config: MambaConfig, params: Tree, token: Tensor, state: Tree, *, acti
             taps=weights["conv_weight"], taps_bias=weights.get("conv_bias"), first=0, active=active,
         )  # fmt: skip
         x, z = projected.chunk(2, -1)
-        dt, B, C = steps.project(x, weights["x_proj"]).split([c.dt_rank, c.dstate, c.dstate], -1)
+        dt, B, C = _everywhere(c, steps.project(x, weights["x_proj"])).split([c.dt_rank, c.dstate, c.dstate], -1)
         y = steps.selective_scan_(
             x, dt, B, C, z, weights["dt_proj"], weights["dt_bias"], weights["A_log"], weights["D"], ssm, active,
             eps=c.selection_eps,
         )  # fmt: skip
-        steps.add_projected_(hidden, y, weights["out_proj"], weights.get("out_bias"))
+        steps.add_projected_(hidden, y, weights["out_proj"], weights.get("out_bias"), heads=c.heads)
     state["length"] += 1 if active is None else active
     return steps.project(hidden, params.get("head", params["embedding"]), norm=params["norm"], eps=c.norm_eps)
+
+
+def _everywhere(config: MambaConfig, x: Tensor) -> Tensor:
+    """Sum over ranks, of which each has some channels."""
+    return x if config.heads is None else sum_over(config.heads.cut, x, now=True, back=True)
 
 
 def _selection(config: MambaConfig, weights: Tree, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute step sizes before bias and softplus, B and C from the input."""
     c = config
-    dt, B, C = linear(x, weights["x_proj"]).split([c.dt_rank, c.dstate, c.dstate], -1)
+    dt, B, C = _everywhere(c, linear(x, weights["x_proj"])).split([c.dt_rank, c.dstate, c.dstate], -1)
     if c.selection_eps is not None:
         dt, B, C = (rms_norm(a, a.new_ones(()), c.selection_eps) for a in (dt, B, C))
     return linear(dt, weights["dt_proj"]), B, C

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from refold import ops
 from refold.models.configs import Mamba2Config, Mixer2Config
 from refold.models.torch import steps
-from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, linear, output
+from refold.models.torch.heads import enter, leave
+from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, linear, output, wide
 
 
 def forward(
@@ -74,6 +76,7 @@ def mixer(
     chunk_size: int | None = None, group: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mix ``u (b, t, d)`` over time; return it with the last inputs of the convolution and the state."""
+    u, weights = enter(c.heads, u, weights)
     projected = linear(u, weights["in_proj"], weights.get("in_bias"))
     z, xBC, dt = projected.split([c.d_inner, c.conv_dim, c.nheads], -1)
     xBC, window = ops.causal_conv1d(
@@ -86,10 +89,13 @@ def mixer(
         dt_limit=c.dt_limit, initial_state=ssm, cu_seqlens=offsets, chunk_size=chunk_size, state_dtype=ssm.dtype,
         group=group,
     )  # fmt: skip
-    y = ops.gated_rmsnorm(
-        y.flatten(-2), z, weights["gated_norm"], eps=c.norm_eps, group_size=c.d_inner // c.norm_groups
-    )
-    return linear(y, weights["out_proj"], weights.get("out_bias")), window, ssm
+    y = y.flatten(-2)
+    if c.heads is None or c.heads.norm is None:
+        group_size = c.d_inner // c.norm_groups
+        y = ops.gated_rmsnorm(y, z, weights["gated_norm"], eps=c.norm_eps, group_size=group_size)
+    else:
+        y = c.heads.norm(y * F.silu(z.to(wide(z.dtype))), weights["gated_norm"], c.norm_eps)
+    return leave(c.heads, y, weights["out_proj"], weights.get("out_bias")), window, ssm
 
 
 def mixer_step_(
@@ -106,9 +112,12 @@ def mixer_step_(
         *_heads(c, xBC), dt, z.unflatten(-1, (c.nheads, c.headdim)), weights["A_log"], weights["D"],
         weights["dt_bias"], c.dt_limit, ssm, active,
     )  # fmt: skip
+    y, weight = y.flatten(-2), weights["gated_norm"]
+    if c.heads is not None and c.heads.norm is not None:
+        y, weight = c.heads.norm(y, weight, c.norm_eps), None
     steps.add_projected_(
-        hidden, y.flatten(-2), weights["out_proj"], weights.get("out_bias"), norm=weights["gated_norm"],
-        eps=c.norm_eps, group_size=c.d_inner // c.norm_groups, scale=scale,
+        hidden, y, weights["out_proj"], weights.get("out_bias"), norm=weight, eps=c.norm_eps,
+        group_size=c.d_inner // c.norm_groups, scale=scale, heads=c.heads,
     )  # fmt: skip
 
 

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refold import ops
+from refold.models.torch.heads import Heads
 from refold.models.torch.layers import few_rows, kernels, linear, rms_norm, rotate, wide
+from refold.ops.torch.cuts import summed
 
 
 def project(
@@ -91,8 +93,13 @@ def project_and_convolve_(
 def add_projected_(
     hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None,
     eps: float = 0.0, group_size: int | None = None, gated: bool = False, scale: float = 1.0,
+    heads: Heads | None = None,
 ) -> None:  # fmt: skip
-    """Add ``scale`` times `project` to ``hidden (b, out)``."""
+    """Add ``scale`` times `project` to ``hidden (b, out)``; with ``heads``, the sum of the products of all ranks."""
+    if heads is not None:
+        y = summed(heads.cut, project(x, weight, norm=norm, eps=eps, group_size=group_size, gated=gated))
+        hidden.add_(y if bias is None else y + bias, alpha=scale)
+        return
     if (fused := _fused(x, weight, group_size)) is not None:
         fused.project(x, weight, bias, norm, eps, group_size, gated, onto=hidden, scale=scale, out=hidden)
         return

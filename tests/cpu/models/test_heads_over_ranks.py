@@ -1,0 +1,96 @@
+"""Lean models whose heads are cut over ranks: logits, gradients and generated tokens equal one device's."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed import new_group
+from torch.utils._pytree import tree_leaves_with_path, tree_map
+
+from refold.errors import ArgumentError
+from refold.generate.sampling import Sampling
+from refold.generate.torch import Generator
+from refold.models.checkpoint import random_params
+from refold.models.torch import heads, model_for, take_layers_apart, to_device
+from refold.models.torch.heads import shard_heads
+from support.models import GRANITE, MAMBA, MAMBA2, QWEN
+from support.ranks import on_ranks
+
+BOUND = 1e-6
+"""States and sampling are float32."""
+
+
+def configs():
+    """Yield models: with groups that several ranks read, or parts of them, and norms that span ranks or do not."""
+
+    def mixer(of, **changed):
+        return dataclasses.replace(of, mixer=dataclasses.replace(of.mixer, nheads=6, **changed))
+
+    yield "channels", dataclasses.replace(MAMBA, d_inner=96, proj_bias=True, selection_eps=1e-5)
+    yield "norms of groups", mixer(MAMBA2, ngroups=3, norm_groups=6, proj_bias=True)
+    yield "a group of all heads", mixer(MAMBA2, ngroups=1)
+    experts = {"nexperts": 4, "expert_dim": 16, "experts_per_token": 2}
+    yield "granite", dataclasses.replace(mixer(GRANITE), nheads=6, shared_dim=36, rope_theta=1e4, **experts)
+    yield (
+        "bamba",
+        dataclasses.replace(mixer(GRANITE), layout="bamba", attention_bias=True, mlp_bias=True, shared_dim=36),
+    )
+    yield "qwen", dataclasses.replace(mixer(QWEN), nheads=6)
+
+
+def differences(config, group):
+    """Return what a rank has otherwise than one device."""
+    params = to_device(random_params(config))
+    single, params = take_layers_apart(params), take_layers_apart(tree_map(torch.Tensor.double, params))
+    own_config, own = shard_heads(config, params, group)
+    ids = torch.randint(config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    found = []
+    for c, p in ((config, params), (own_config, own)):
+        tree_map(torch.Tensor.requires_grad_, p)
+        logits, _ = model_for(c).forward(c, p, ids, kind="all")
+        (logits.square() * torch.arange(1, 10)[:, None]).sum().backward()
+        found.append(logits.detach())
+    wanted = shard_heads(config, tree_map(lambda a: a.grad, params), group)[1]
+    pairs = [("logits", found[1], found[0])]
+    pairs += [
+        (str(path), a.grad, w) for (path, a), (_, w) in zip(*map(tree_leaves_with_path, (own, wanted)), strict=True)
+    ]
+    least = 1e-3 * max(float(w.abs().max()) for _, _, w in pairs[1:])
+    wrong = [
+        f"{n} {float((a - w).abs().max()):.0e}"
+        for n, a, w in pairs
+        if not float((a - w).abs().max()) <= BOUND * max(float(w.abs().max()), least)
+    ]
+    if sum(a.numel() for _, a in tree_leaves_with_path(own)) >= sum(
+        a.numel() for _, a in tree_leaves_with_path(params)
+    ):
+        wrong.append("nothing is cut")
+    for sampling in (None, Sampling(temperature=1.0, top_k=9, seed=3)):
+        tokens = [
+            Generator(c, p).generate([[1, 2, 3], [4]], 12, sampling=sampling)
+            for c, p in ((config, single), shard_heads(config, single, group))
+        ]
+        wrong += [] if tokens[0] == tokens[1] and len(tokens[0][0]) == 12 else [f"{tokens}"]
+    return wrong
+
+
+def work(rank, size):
+    found = {}
+    for count in (2, 3):
+        group = new_group(list(range(count)))
+        if rank < count:
+            found |= {f"{name}, {count}": differences(config, group) for name, config in configs()}
+            if count == 3:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(heads._SumRows, "backward", staticmethod(lambda ctx, g: (g, None)))
+                    found["planted"] = len(differences(dict(configs())["a group of all heads"], group))
+                with pytest.raises(ArgumentError, match="shard_heads: 4 heads do not divide over 3 ranks"):
+                    shard_heads(MAMBA2, take_layers_apart(to_device(random_params(MAMBA2))), group)
+    return found
+
+
+def test_equals_one_device(tmp_path):
+    results = on_ranks(3, work, tmp_path)
+    assert all(results[rank].pop("planted") for rank in range(3))
+    assert {(rank, case): lines for rank, found in results.items() for case, lines in found.items() if lines} == {}
+    assert len(results[0]) == 2 * len(results[2]) == 2 * len(dict(configs()))
