@@ -197,6 +197,11 @@ def granite_programs() -> str:
     })  # fmt: skip
 
 
+def card(row: Row) -> str:
+    """Return the short name of a row's GPU."""
+    return device(row).removeprefix("NVIDIA ").partition(" 80GB")[0]
+
+
 def ssd(suite: str) -> Callable[[], str]:
     """Return what makes the table of the operator ssd: times, and how near results are to float64."""
 
@@ -209,7 +214,7 @@ def ssd(suite: str) -> Callable[[], str]:
 
     return lambda: table([row for folder in _machines() for row in stored(RESULTS, folder, suite)], {
         "batch x tokens x heads, channels x states": key("case"),
-        "card": lambda row: device(row).removeprefix("NVIDIA ").partition(" 80GB")[0],
+        "card": card,
         "refold": time("refold"),
         "mamba-ssm": time("mamba-ssm"),
         "published fused kernel": time("fused"),
@@ -217,6 +222,18 @@ def ssd(suite: str) -> Callable[[], str]:
         "errors": of("error"),
         "within 0.1 %": of("within_1e-3"),
         "within 1 %": of("within_1e-2"),
+    })  # fmt: skip
+
+
+def delta_rule() -> str:
+    """Return the table of the delta rule, forward and with gradients, next to fla."""
+    suites = ("delta-rule", "delta-rule-backward")
+    return table([row for folder in _machines() for suite in suites for row in stored(RESULTS, folder, suite)], {
+        "layer, batch x tokens, heads of keys/values": key("case"),
+        "pass": lambda row: "with gradients" if row.get("pass") else "forward",
+        "card": card,
+        "refold": lambda row: time("refold, both" if row.get("pass") else "refold")(row),
+        "fla": lambda row: time("fla, both" if row.get("pass") else "fla")(row),
     })  # fmt: skip
 
 
@@ -598,7 +615,7 @@ def _cpus() -> list[str]:
 
 TABLES: dict[str, Callable[[], str]] = {
     "granite_layer": granite_layer, "granite_programs": granite_programs, "ssd": ssd("ssd"),
-    "ssd_sizes": ssd("ssd-sizes"),
+    "ssd_sizes": ssd("ssd-sizes"), "delta_rule": delta_rule,
     **{f"published_{result.split()[0].lower()}_{result.split()[1].lower()}": published(result)
        for result in RESULTS_PUBLISHED if result != COUNTED},
     "published_counts": published_counts, "published_figure": published_figure,

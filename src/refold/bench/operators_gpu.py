@@ -17,14 +17,14 @@ A case is refused if its error against a float64 scan of a slice of it is above 
   it includes launch and ramp as the operator does.
 - groups named ``..._backward``: ``errors`` of all gradients against float64 on that slice; ``median_ms`` of the
   gradients alone; ``both_ms`` of results and gradients; ``extra_gib``, the memory of a call of both beyond its
-  arguments and the gradient of y. For ssd, also the same of mamba-ssm's kernels. ``bytes`` are those of arguments, the
-  gradient of y, and gradients.
+  arguments and the gradient of y; both also of other packages' kernels. ``bytes`` are those of arguments, the gradient
+  of y, and gradients.
 - ``longest`` (of calls that are graded): the kernel in which another package's call spends most time.
 - ``accuracy`` (of calls that are graded): of each kernel, the relative L2 error against float64 on that slice, and the
   shares of elements that are within 1e-3 and 1e-2 of the root mean square of the result.
 - ``fused_ms``: the published fused kernel in float16 with chunks of 128, if ``--set fused=FOLDER`` names its checkout.
 - ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
-  ``selective_scan_cuda`` (in its own layout) can be imported.
+  ``selective_scan_cuda`` (in its own layout) can be imported; ``fla_ms``: those of ``fla``, likewise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -105,14 +105,14 @@ class TimedCall(Timed):
         """Return the relative L2 errors of all gradients of those tokens."""
         axes = {arg.name: arg.axes for arg in self.spec.args}
         short = {k: _head(v, axes[k]) if isinstance(v, torch.Tensor) else v for k, v in self.arguments.items()}
-        names = [name for name, value in short.items() if isinstance(value, torch.Tensor)]
-        dy = torch.randn_like(short["x"])
-        found = []
+        names = [name for name, value in short.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        dy, found = None, []
         for wide in (False, True):
             given = {k: v.detach().double() if wide and k in names else v for k, v in short.items()}
             given |= {k: given[k].detach().requires_grad_() for k in names}
             out = self.function(**given, backend="torch" if wide else None)
             y = out[0] if isinstance(out, tuple) else out
+            dy = torch.randn_like(y) if dy is None else dy
             found.append(torch.autograd.grad(y, [given[k] for k in names], dy.to(y.dtype)))
         return {k: ((a.double() - b).norm() / b.norm()).item() for k, a, b in zip(names, *found, strict=True)}
 
@@ -121,13 +121,19 @@ class TimedCall(Timed):
         wide = dict(self.arguments)
         for arg in self.spec.args:
             if (array := wide.get(arg.name)) is not None:
-                wide[arg.name] = _head(array, arg.axes).double()
+                short = _head(array, arg.axes)
+                wide[arg.name] = short.double() if short.is_floating_point() else short
         out = self.spec.public(**wide, backend="torch")
         return out[0] if isinstance(out, tuple) else out
 
 
 def _head(array: torch.Tensor, layouts: tuple[str, ...]) -> torch.Tensor:
-    """Return the first batch row and the first tokens, or rows, of an array; steps here have no time axis."""
+    """Return the first batch row and the first tokens, or rows, of an array; steps here have no time axis.
+
+    Offsets of a pack end with these tokens.
+    """
+    if not array.is_floating_point():
+        return array.clamp(max=HEAD)
     lengths = {"b": 1, "k": 1, "t": HEAD, "*": HEAD}
     spellings = [one for layout in layouts for one in (layout, layout.replace("t ", ""))]
     axes = next(one.split() for one in spellings if len(one.split()) == array.dim())
@@ -210,16 +216,16 @@ def measure(case: TimedCall, copy_rate: float) -> Row:
     }
 
 
-ABSENT = {"mamba_ssm": "it cannot be imported, or has no such function", "fused": "no checkout was given"}
+MISSING = "not run: no checkout of it was given, or it cannot be imported, or has no such function"
 
 
 def rivals(case: TimedCall) -> Row:
     """Return the times of other packages' kernels, and how near all results are to float64 if the call is graded."""
     row: Row = {"accuracy": {"refold": case.accuracy(case.run)}} if case.graded else {}
     device = next(x.device for x in case.arguments.values() if isinstance(x, torch.Tensor))
-    for name, run in (("mamba_ssm", case.peer), ("fused", case.fused)):
+    for name, run in case.rivals.items():
         if run is None:
-            row[f"{name}_ms"] = f"not run: {ABSENT[name]}"
+            row[f"{name}_ms"] = MISSING
             continue
         try:
             row[f"{name}_ms"] = statistics.median(time_ms(run, 9))
@@ -239,11 +245,12 @@ def measure_backward(case: TimedCall, copy_rate: float) -> Row:
     if not max(row["errors"].values()) <= GRADIENT_BOUND[case.dtype]:
         return row | {"refused": f"error above {GRADIENT_BOUND[case.dtype]}"}
     leaves = [a.requires_grad_() for a in case.leaves()]
-    dy = torch.randn_like(case.arguments["x"])
 
     def y(run: Callable[[], Any]) -> torch.Tensor:
         out = run()
         return out[0] if isinstance(out, tuple) else out
+
+    dy = torch.randn_like(y(case.run))
 
     def both(run: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(y(run), leaves, dy)
@@ -259,12 +266,16 @@ def measure_backward(case: TimedCall, copy_rate: float) -> Row:
         "both_ms": statistics.median(time_ms(both(case.run), 15)),
         "extra_gib": extra_gib(lambda: (y(case.run), dy), leaves),
     }
-    if (peer := case.peer) is None:
-        return row | {"mamba_ssm_both_ms": "not run"}
-    return row | {
-        "mamba_ssm_both_ms": statistics.median(time_ms(both(peer), 9)),
-        "mamba_ssm_extra_gib": extra_gib(lambda: (y(peer), dy), leaves),
-    }
+    for name, run in case.rivals.items():
+        if run is None:
+            row[f"{name}_both_ms"] = MISSING
+            continue
+        try:
+            row[f"{name}_both_ms"] = statistics.median(time_ms(both(run), 9))
+            row[f"{name}_extra_gib"] = extra_gib(partial(lambda run: (y(run), dy), run), leaves)
+        except Exception as error:  # whatever another package raises; the run goes on
+            row[f"{name}_both_ms"] = f"not run: {first_line(error, 200)}"
+    return row
 
 
 def backward_ms(y: torch.Tensor, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[float]:

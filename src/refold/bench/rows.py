@@ -166,7 +166,8 @@ def by_program(row: Row) -> dict[str, Any]:
         if isinstance(row.get(field), dict):
             return dict(row[field])
     names = {"median_ms": "refold", "both_ms": "refold, both", "mamba_ssm_ms": "mamba-ssm",
-             "mamba_ssm_both_ms": "mamba-ssm, both", "fused_ms": "fused", "copy_ms": "copy",
+             "mamba_ssm_both_ms": "mamba-ssm, both", "fused_ms": "fused", "fla_ms": "fla",
+             "fla_both_ms": "fla, both", "copy_ms": "copy",
              "graph_ms": "graph"}  # fmt: skip
     return {name: row[field] for field, name in names.items() if row.get(field) is not None}
 

@@ -8,8 +8,8 @@ the first line of its docstring says what it shows. Nothing here imports torch b
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,16 +28,14 @@ class Timed:
         op: A public function; a trailing underscore overwrites the state.
         name: Its sizes, for a person.
         arguments: What it is given, by name.
-        peer: The same by the official package.
-        fused: The same by another kernel.
+        rivals: The same by other packages' kernels, by name; None where a package is not there.
         graded: Whether rows hold how near all results are to float64.
     """
 
     op: str
     name: str
     arguments: dict[str, Any]
-    peer: Callable[[], Any] | None = None
-    fused: Callable[[], Any] | None = None
+    rivals: Mapping[str, Callable[[], Any] | None] = field(default_factory=dict)
     graded: bool = False
 
 

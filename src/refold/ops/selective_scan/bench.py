@@ -20,7 +20,7 @@ def forward() -> Iterator[Timed]:
 def backward() -> Iterator[Timed]:
     """Time gradients of selective_scan."""
     for case in _cases(TRAINED, ("bfloat16",)):
-        case.peer = None  # the forward alone
+        case.rivals = {}  # the forward alone
         yield case
 
 
@@ -47,7 +47,7 @@ def _cases(shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...]) -> Iterat
                 rows = [arrays[name].mT.contiguous() for name in ("x", "dt", "B", "C", "z")]
                 peer = lambda: official(rows[0], rows[1], A, rows[2][:, None], rows[3][:, None], arrays["D"],  # noqa: B023, E731
                                         rows[4], arrays["dt_bias"], True)  # noqa: B023  # fmt: skip
-            yield Timed("selective_scan", f"{b}x{t}x{d}x{n}", arrays | {"dt_softplus": True}, peer)
+            yield Timed("selective_scan", f"{b}x{t}x{d}x{n}", arrays | {"dt_softplus": True}, {"mamba_ssm": peer})
 
 
 SUITES = {"selective-scan": forward, "selective-scan-backward": backward, "pointwise": step}

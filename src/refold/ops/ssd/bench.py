@@ -91,13 +91,13 @@ def _cases(shapes: Sequence[tuple[int, ...]], fused: str = "") -> Iterator[Timed
             return by_one_kernel(half, more | {"z": gate, "initial_states": start})
 
         name = _named((b, t, h)) + (f", {p}x{n}, groups {g}" if sizes else "")
-        yield Timed(
-            "ssd", name, arrays | plain, peer if official else None, by_one_kernel if one_kernel else None, True
-        )
-        yield Timed(
-            "ssd", f"{name}, all options", arrays | every | {"initial_state": initial},
-            peer_with_all if official else None, by_one_kernel_with_all if one_kernel else None, True,
-        )  # fmt: skip
+        with_all = arrays | every | {"initial_state": initial}
+        for kind, given, by_package, by_kernel in (
+            ("", arrays | plain, peer, by_one_kernel),
+            (", all options", with_all, peer_with_all, by_one_kernel_with_all),
+        ):
+            rivals = {"mamba_ssm": by_package if official else None, "fused": by_kernel if one_kernel else None}
+            yield Timed("ssd", name + kind, given, rivals, True)
 
 
 SUITES = {"ssd": lengths, "ssd-sizes": sizes, "ssd-backward": backward, "pointwise": step}
