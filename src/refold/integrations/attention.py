@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from refold.compat.documents import Documents
 from refold.errors import ArgumentError
-from refold.integrations.documents import current
+from refold.integrations.documents import cache_of, current
 
 _MASKED = ("eager", "sdpa", "flex_attention")
 """Implementations that take a mask."""
 _OTHERS = {"sliding_attention", "indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
 """Kinds of attention layers that have masks of their own."""
-_CACHES = ("cache", "past_key_values")
 _HIDDEN = "_refold_hidden"
 
 
@@ -53,7 +52,7 @@ def hidden(cache: Any) -> Tensor | None:
 
 def _enter(names: tuple[str, ...], model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = dict(zip(names, args, strict=False)) | kwargs
-    documents, cache = current(), _cache(kwargs)
+    documents, cache = current(), cache_of(kwargs)
     ended = hidden(cache)
     if documents is None and ended is None:
         return None
@@ -164,7 +163,7 @@ def _keys(cache: Any, seqlen: int) -> int:
 
 def _leave(names: tuple[str, ...], model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     kwargs = dict(zip(names, args, strict=False)) | kwargs
-    documents, cache = current(), _cache(kwargs) or _cache(output if isinstance(output, dict) else {})
+    documents, cache = current(), cache_of(kwargs) or cache_of(output if isinstance(output, dict) else {})
     ended = hidden(cache)
     if cache is None or (documents is None and ended is None):
         return
@@ -183,7 +182,3 @@ def _shape(given: dict[str, Any]) -> tuple[int, int, torch.device]:
     """Return the batch, the tokens a row, and where they are."""
     tokens = next(given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None)
     return tokens.shape[0], tokens.shape[1], tokens.device
-
-
-def _cache(given: Any) -> Any:
-    return next((given[name] for name in _CACHES if given.get(name) is not None), None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
 from refold.integrations import mixers
+from refold.integrations.documents import cache_of
 from refold.integrations.parts import DTYPES, original, quiet, shipped
 from refold.models.torch.layers import kernels
 
@@ -57,9 +58,8 @@ def _forward(
 
 
 def block(
-    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
-    cache_params: Any = None, past_key_values: Any = None, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
+    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
     """Return ``hidden_states + mixer(norm(hidden_states))`` of one of `BLOCKS`; None if it is not `ready`."""
     norm, mixer = self.norm, self.mixer
     if type(mixer).forward not in (mamba, mamba2) or not all(map(mixers._untouched, (mixer, norm))):
@@ -67,7 +67,7 @@ def block(
     kind = original(norm)
     if kind.__name__ not in BLOCKS.values() or not shipped(kind):
         return None
-    cache = next((one for one in (cache_params, past_key_values, cache) if one is not None), None)
+    cache = cache_of(kwargs) if cache is None else cache
     held = ready(mixer, hidden_states, cache, attention_mask, kwargs, norm=norm.weight)
     if held is None:
         return None

@@ -27,6 +27,13 @@ _Value = TypeVar("_Value")
 _OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
 _INDEX = "seq_idx"
 _POSITIONS = "position_ids"
+CACHES = ("past_key_values", "cache_params", "cache")
+"""Names under which models and their layers take their cache."""
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """Give the cache among the arguments of a model or a layer; None if there is none."""
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def read(arguments: Mapping[str, Any], positions: bool = True) -> Documents | None:

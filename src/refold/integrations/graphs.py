@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from refold.errors import first_line
 from refold.integrations import attention, documents, lean, parts
 from refold.integrations.decoding import any_global_hook
+from refold.integrations.documents import CACHES, cache_of
 from refold.integrations.lean import Lean
 from refold.integrations.mixers import HOOKS
 from refold.ops.torch import private
 from refold.ops.torch.graphs import recorders
 
-CACHES = ("past_key_values", "cache_params", "cache")
-"""Names under which models take their cache."""
 INPUTS = ("input_ids", "attention_mask", "position_ids")
 LAYERS = ("LinearAttentionLayer", "DynamicLayer", "LinearAttentionAndFullAttentionLayer")
 """Classes of transformers' cache layers whose memory a graph can lend."""
@@ -335,7 +334,7 @@ class Graphs:
         """Run a call on the CPU by the lean model, where it may; its first token is computed by both."""
         ids, by, reason = given["input_ids"], self.lean, refusal(model, given)
         if reason is None:
-            held = next(given[name] for name in CACHES if given.get(name) is not None)
+            held = cache_of(given)
             with self.lock:
                 reason = self._changed(model) or cache_refusal(model, held, ids) or lean.refusal(held)
                 if reason is None and given.get("attention_mask") is not None:
@@ -357,7 +356,7 @@ class Graphs:
 
     def _without(self, model: Any, ordinary: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run the ordinary call; no other thread may take the memory that it works on."""
-        held = next((given[name] for name in CACHES if given.get(name) is not None), None)
+        held = cache_of(given)
         with self.lock:
             keys = [key for key, step in self.steps.items() if held is not None and step.holder() is held]
             steps = [self.steps[key] for key in keys]

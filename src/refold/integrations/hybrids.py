@@ -7,15 +7,16 @@ forwards have about 20 and 40. Everything is checked before anything is written;
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from refold.integrations import decoding, mixers, parts
+from refold.integrations.documents import cache_of
 from refold.integrations.parts import original, shipped
 
 
@@ -66,19 +67,28 @@ def is_layer(kind: type) -> bool:
 
 
 def layer(
-    self: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None,
-    position_embeddings: Any = None, mamba_attention_mask: Any = None, **given: Any,
+    self: Any, hidden_states: Tensor, *places: Any, attention_mask: Any = None, position_embeddings: Any = None,
+    mamba_attention_mask: Any = None, **given: Any,
 ) -> Any:  # fmt: skip
-    """Give what a layer of one of `FORMS` returns for one token per row; None if the kernels cannot compute it."""
+    """Give what a layer of one of `FORMS` returns for one token per row; None if the kernels cannot compute it.
+
+    Models of transformers give all arguments but the first by name: those with only ``places`` are not looked at.
+    """
     form = FORMS[next(base.__name__ for base in type(self).__mro__ if base.__name__ in FORMS)]
     mamba, attention, mlp = getattr(self, "mamba", None), getattr(self, "self_attn", None), getattr(self, form.mlp)
     first, second = _norm(self.input_layernorm), _norm(getattr(self, form.norm))
-    if mamba is None or first is None or second is None or getattr(self, "block_sparse_moe", None) is not None:
+    if (
+        places
+        or mamba is None
+        or first is None
+        or second is None
+        or getattr(self, "block_sparse_moe", None) is not None
+    ):
         return None
     if type(mamba).forward is not decoding.mamba2 or not mixers._untouched(mamba):
         return None
-    mask = attention_mask if attention is None else mamba_attention_mask
-    held = decoding.ready(mamba, hidden_states, past_key_values, mask, given, norm=first[0])
+    mask, cache = attention_mask if attention is None else mamba_attention_mask, cache_of(given)
+    held = decoding.ready(mamba, hidden_states, cache, mask, given, norm=first[0])
     if held is None:
         return None
     x: Any = hidden_states[:, 0].contiguous()
@@ -97,7 +107,7 @@ def layer(
             u, before = fused.normalised(x, *first), (None, 0.0)
         total = x
         if attention is not None:
-            y = _attend(self, attention, fused, u, before, past_key_values, attention_mask, position_embeddings)
+            y = _attend(self, attention, fused, u, before, cache, attention_mask, position_embeddings)
             if y is None:
                 return None
             total = _add(fused, attention.o_proj, y, total, scales[1])
@@ -189,7 +199,7 @@ def _attend(
     return parts.attend_(q, k, v, layer, mask, attention.scaling, (cos, sin))
 
 
-@cache
+@functools.cache
 def rotates(kind: type) -> bool:
     """Whether the file of a class of attention rotates halves of heads: tried on numbers, as `parts.norm_options`."""
     rotate = getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)

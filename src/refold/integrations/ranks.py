@@ -27,7 +27,6 @@ from refold.parallel import shard
 IMPLEMENTATION = "refold_ranks"
 """The name of `attend` among the attention functions of transformers."""
 
-_CACHES = ("cache", "cache_params", "past_key_values")
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of attention functions that change results, and that `attend` does not know."""
 
@@ -129,7 +128,7 @@ def _checked(
     """Return the documents that offsets describe, once it is known that this rank can take the arguments."""
     if tokens is None:
         raise ArgumentError(f"{who}: over ranks, a call has input_ids or inputs_embeds.")
-    if any(given.get(name) is not None for name in _CACHES) or (given.get("use_cache") and torch.is_grad_enabled()):
+    if borders.cache_of(given) is not None or (given.get("use_cache") and torch.is_grad_enabled()):
         raise ArgumentError(
             f"{who}: ranks read a prompt at once, without gradients. Pass use_cache=True under torch.no_grad(), and no "
             "cache: the model makes one. To go on from it, undo() first."
