@@ -68,7 +68,7 @@ def compare(function, op: str, packed: bool, **options) -> None:
 
 
 @pytest.mark.slow
-@few(("segment", "packed"), [(1, True), (2, False), (3, True)], [(2, False), (3, True)])
+@few(("segment", "packed"), [(1, True), (2, False), (3, True)], [(3, True)])
 def test_segments(segment: int, packed: bool, monkeypatch) -> None:
     """Ten chunks: in segments of one, in segments that divide them, and in others."""
     plain("ssd", packed)  # before anything is changed

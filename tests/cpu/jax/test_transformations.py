@@ -286,10 +286,10 @@ MESHES = [(name, cuts, kind) for name, cuts in CUTS for kind in (AxisType.Auto, 
 
 
 def facts(row: tuple[str, dict[str, str], AxisType]) -> Iterator[Any]:
-    """Yield each operator, cut along time or not, and each way to be cut, in each kind of mesh."""
+    """Yield each recurrence, whole or step by step, and each way to be cut, in each kind of mesh."""
     name, cuts, kind = row
     ways = tuple("t" if letters == "t" else "rows" if letters == ROWS.get(name) else "heads" for letters in cuts)
-    yield from ((name.partition("-")[0], "t" in ways), (ways, kind))
+    yield from (name.partition("-")[0].removesuffix("_step"), (ways, kind))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import itertools
 import os
 import random
 import runpy
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -121,7 +123,7 @@ CHOICES = {
 """What options may be, besides what they are if they are not given."""
 
 
-def mixes(name, count=16):
+def mixes(name, count):
     """Yield problems of random sizes, arguments, options, documents and cuts over three ranks, some in 16 bits."""
     spec, made, seed = load(name), 0, 0
     while made < count:
@@ -148,9 +150,9 @@ def mixes(name, count=16):
         yield f"{case} {problem_.dtype} {lengths} {rest}", arrays, case.options, lengths, *rest
 
 
-def every_case(groups, rank):
+def every_case(groups, rank, share):
     for name in NAMES:
-        for label, arrays, options, lengths, *rest in cases(name):
+        for label, arrays, options, lengths, *rest in islice(cases(name), 0, None, share):
             if rank < len(lengths):
                 for line in compare(name, arrays, options, groups[len(lengths)], lengths, *rest):
                     yield name, f"rank {rank}: {label}: {line}"
@@ -171,7 +173,7 @@ def forgetful(arrays, options):
 FADING = "ssd", "selective_scan", "linear_scan", "delta_rule"
 
 
-def faded(group, names=FADING):
+def faded(group, share, names=FADING):
     """Compare where nothing is left of a state after a few tokens, and count those that are computed again."""
     look, reaches = ranks._Call.look, []
 
@@ -182,7 +184,7 @@ def faded(group, names=FADING):
 
     with mock.patch.object(ranks._Call, "look", seen):
         for name in names:
-            for label, arrays, options, _, layout, told, _ in cases(name):
+            for label, arrays, options, _, layout, told, _ in islice(cases(name), 0, None, share):
                 total = next(iter(arrays.values())).shape[1]
                 if total < 15 or (strong := forgetful(arrays, options)) is None:
                     continue
@@ -194,10 +196,10 @@ def faded(group, names=FADING):
         yield f"few of {reaches} are short"
 
 
-def spoiled(group):
+def spoiled(group, share):
     """Yield where NaN is not as on one device, if what one rank gets is not finite and all states fade."""
     for op in FADING:
-        for label, arrays, options, _, layout, told, _ in cases(op):
+        for label, arrays, options, _, layout, told, _ in islice(cases(op), 0, None, share):
             total, name = next(iter(arrays.values())).shape[1], "v" if op == "delta_rule" else "x"
             if total < 15 or (strong := forgetful(arrays, options)) is None:
                 continue
@@ -214,10 +216,10 @@ def spoiled(group):
                 yield f"{op} {label} {layout}"
 
 
-def mixed(group):
+def mixed(group, share):
     """Compare random mixes, and look whether calls can be repeated."""
     for name in NAMES:
-        for label, arrays, options, *cut in mixes(name):
+        for label, arrays, options, *cut in mixes(name, 16 // share):
             for line in compare(name, arrays, options, group, *cut, again=True):
                 yield f"{name} {label}: {line}"
 
@@ -285,7 +287,7 @@ def errors(group):
             yield str(error)
 
 
-def planted(group):
+def planted(group, share):
     """Yield a bug, an operator, and how many differences are seen with it."""
     moved = ranks._Call.moved
     bugs = {
@@ -301,9 +303,9 @@ def planted(group):
                 total = next(iter(arrays.values())).shape[1]
                 yield f"{bug}: {op}", len(compare(op, arrays, options, group, [total - 5, 2, 3]))
     with mock.patch.object(ranks, "NEGLIGIBLE", 2.0**30):
-        yield "too short", len(list(faded(group)))
+        yield "too short", len(list(faded(group, share)))
     with mock.patch.object(ranks._Part, "put", lambda self, states, document, row, where: states):
-        yield "nothing enters", len(list(faded(group)))
+        yield "nothing enters", len(list(faded(group, share)))
 
 
 def heads_and_time():
@@ -345,19 +347,19 @@ def compiled(group):
     return seen, all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)) and torch.equal(*results)
 
 
-def work(rank, size):
+def work(rank, size, share):
     groups = {n: dist.new_group(list(range(n))) for n in LENGTHS}
     found = {name: [] for name in NAMES} | {"family": []}
-    for name, line in every_case(groups, rank):
+    for name, line in every_case(groups, rank, share):
         found[name].append(line)
     if rank < 3:
         found["family"] = [*family(groups[3]), *sharding(groups[3])]
         found["errors"] = list(errors(groups[3]))
-        found["planted"] = dict(planted(groups[3]))
-        found["mixed"] = list(mixed(groups[3]))
-        found["faded"] = [*faded(groups[3]), *spoiled(groups[3])]
+        found["planted"] = dict(planted(groups[3], share))
+        found["mixed"] = list(mixed(groups[3], share))
+        found["faded"] = [*faded(groups[3], share), *spoiled(groups[3], share)]
         with mock.patch.dict(ranks.STEPS, cpu=2):
-            found["faded"] += faded(groups[3], ("ssd", "delta_rule"))
+            found["faded"] += faded(groups[3], share, ("ssd", "delta_rule"))
         found["compiled"] = compiled(groups[3])
     found["family"] += heads_and_time()
     with mock.patch.multiple(dist, init_process_group=lambda *_: None, destroy_process_group=lambda: None):
@@ -374,9 +376,10 @@ def work(rank, size):
     return told if rank == 0 else found["death"]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return on_ranks(4, work, tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module", params=[4, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["some", "all"])
+def results(tmp_path_factory, request):
+    """Run one case in four, or all."""
+    return on_ranks(4, partial(work, share=request.param), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", [*NAMES, "family", "mixed", "faded"])

@@ -216,7 +216,8 @@ TRAIN = ["torch._inductor.compile_fx:compile_fx", "torch._functorch.compile_util
 def some(share):
     """Return what all checks print, by one process that forks; `door` is last: it imports what others must not."""
     names = {"entry": each(sorted(NEEDED)[::share]), "train": each(TRAIN), "schemas": [["torch._guards:tracing"]]}
-    names |= {"private": each(OPTIONAL), "explain": [OPTIONAL], "operators": each(OPERATORS)} if share > 1 else {}
+    names |= {"private": each(sorted(OPTIONAL)[::share]), "explain": [OPTIONAL]}
+    names |= {"operators": each(sorted(OPERATORS)[::share])}
     names |= {"door": each(sorted(DYNAMO)[::share]) + each(LOOPS)}
     return dict(zip(names, without(**names), strict=True))
 
@@ -234,8 +235,9 @@ def test_the_door_to_dynamo_shuts_without_any_name_behind_it(share):
 
 
 @pytest.mark.slow
-def test_one_kind_of_loop_is_off_without_a_name_of_its_iterator():
-    for symbol, printed in some(8)["door"].items():
+@SHARES
+def test_one_kind_of_loop_is_off_without_a_name_of_its_iterator(share):
+    for symbol, printed in some(share)["door"].items():
         if symbol not in LOOPS:
             continue
         assert "loops None" in printed, printed
@@ -274,8 +276,9 @@ def test_a_layer_is_called_if_its_hooks_may_be_elsewhere(monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_thing_is_off_without_a_name_that_the_compiler_can_do_without():
-    private, explain = (some(8)[name] for name in ("private", "explain"))
+@SHARES
+def test_one_thing_is_off_without_a_name_that_the_compiler_can_do_without(share):
+    private, explain = (some(share)[name] for name in ("private", "explain"))
     for symbol, printed in private.items():
         assert printed.count(f"has no {symbol.replace(':', '.')}") == printed.count("warning ") == 1, printed
     (printed,) = explain.values()
@@ -284,8 +287,9 @@ def test_one_thing_is_off_without_a_name_that_the_compiler_can_do_without():
 
 
 @pytest.mark.slow
-def test_operators_run_without_a_name_of_pytorch():
-    for symbol, printed in some(8)["operators"].items():
+@SHARES
+def test_operators_run_without_a_name_of_pytorch(share):
+    for symbol, printed in some(share)["operators"].items():
         assert printed.count(": PyTorch") == printed.count("warning ") == 1, symbol
         assert symbol.rpartition(":")[2] in printed
 

@@ -480,6 +480,7 @@ def test_explain_says_where_an_unrolled_loop_ends(fn, line, words):
         assert note.count(line) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.codegen
 def test_end_to_end_with_gradients():
     inputs = [x.requires_grad_() for x in inputs_mamba1()]
