@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch.distributed import new_group
-from torch.utils._pytree import tree_leaves_with_path, tree_map
+from torch.distributed import all_reduce, new_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
 
 from refold.errors import ArgumentError
 from refold.generate.sampling import Sampling
@@ -13,6 +14,7 @@ from refold.generate.torch import Generator
 from refold.models.checkpoint import random_params
 from refold.models.torch import heads, model_for, take_layers_apart, to_device
 from refold.models.torch.heads import shard_heads
+from refold.parallel import Cut
 from support.models import GRANITE, MAMBA, MAMBA2, QWEN
 from support.ranks import on_ranks
 
@@ -38,20 +40,23 @@ def configs():
     yield "qwen", dataclasses.replace(mixer(QWEN), nheads=6)
 
 
-def differences(config, group):
-    """Return what a rank has otherwise than one device."""
+def differences(config, group, time=None):
+    """Return what a rank has otherwise than one device; ``time`` cuts the tokens over other ranks."""
     params = to_device(random_params(config))
     single, params = take_layers_apart(params), take_layers_apart(tree_map(torch.Tensor.double, params))
     own_config, own = shard_heads(config, params, group)
     ids = torch.randint(config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
-    found = []
-    for c, p in ((config, params), (own_config, own)):
+    found, every = [], torch.arange(9)
+    places = every if time is None else time.positions()
+    for c, p, at, cut in ((config, params, every, None), (own_config, own, places, time)):
         tree_map(torch.Tensor.requires_grad_, p)
-        logits, _ = model_for(c).forward(c, p, ids, kind="all")
-        (logits.square() * torch.arange(1, 10)[:, None]).sum().backward()
+        logits, _ = model_for(c).forward(c, p, ids[:, at], kind="all", group=cut)
+        (logits.square() * (1 + at[:, None])).sum().backward()
         found.append(logits.detach())
+    for a in tree_leaves(own) if time is not None else ():
+        all_reduce(a.grad, group=time.group)
     wanted = shard_heads(config, tree_map(lambda a: a.grad, params), group)[1]
-    pairs = [("logits", found[1], found[0])]
+    pairs = [("logits", found[1], found[0][:, places])]
     pairs += [
         (str(path), a.grad, w) for (path, a), (_, w) in zip(*map(tree_leaves_with_path, (own, wanted)), strict=True)
     ]
@@ -65,7 +70,7 @@ def differences(config, group):
         a.numel() for _, a in tree_leaves_with_path(params)
     ):
         wrong.append("nothing is cut")
-    for sampling in (None, Sampling(temperature=1.0, top_k=9, seed=3)):
+    for sampling in () if time is not None else (None, Sampling(temperature=1.0, top_k=9, seed=3)):
         tokens = [
             Generator(c, p).generate([[1, 2, 3], [4]], 12, sampling=sampling)
             for c, p in ((config, single), shard_heads(config, single, group))
@@ -75,7 +80,11 @@ def differences(config, group):
 
 
 def work(rank, size):
-    found = {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "time"))
+    found = {
+        f"{name}, heads and time": differences(config, mesh["heads"], Cut(mesh["time"], (5, 4)))
+        for name, config in configs()
+    }
     for count in (2, 3):
         group = new_group(list(range(count)))
         if rank < count:
@@ -90,7 +99,7 @@ def work(rank, size):
 
 
 def test_equals_one_device(tmp_path):
-    results = on_ranks(3, work, tmp_path)
+    results = on_ranks(4, work, tmp_path)
     assert all(results[rank].pop("planted") for rank in range(3))
     assert {(rank, case): lines for rank, found in results.items() for case, lines in found.items() if lines} == {}
-    assert len(results[0]) == 2 * len(results[2]) == 2 * len(dict(configs()))
+    assert [len(results[rank]) // len(dict(configs())) for rank in range(4)] == [3, 3, 2, 1]
