@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,19 @@ from ..verify import numerics
 from . import inputs
 from .docket import Docket
 from .errors import Raised, Unjudgeable
-from .messages import USES, Inspected
+from .messages import FORWARD, USES, Inspected
 from .process import Call, Process, Result
-from .results import ORDINARY, contiguous, identical, integral, judged, rms, rule, strides, unlike
-from .sides import Sides, Tensors
+from .results import ORDINARY, contiguous, identical, integral, judged, real64, rms, rule, strides, unlike
+from .sides import Sides, Tensors, together
 
 COARSE = 0.01  # of a gradient at large inputs, where backwards lose digits
 SPOT = 0.05  # of the size of such a gradient, by which one element may be off
 DIGITS = 1e-4  # of it by which the original is off at most where it loses few digits itself
-LOW = {"autocast": torch.bfloat16, "bfloat16": torch.bfloat16}  # ways of use in which a program may round so
+LOW = {
+    "autocast": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}  # ways of use in which a program may round so
 OTHER_DTYPES = (*LOW, "float64")  # in which results may be of other dtypes
 METADATA = frozenset({"M1", "M2", "M3"})
 
@@ -55,14 +60,12 @@ class Case:
     ) -> tuple[Result, Result]:
         """Run one call on all sides and compare everything that comes back; say if they have their state already."""
         sides = self.sides
-        call = sides.call(values, **options)
+        call = sides.call(values, salt=kind, **options)
         if not adopted:
             sides.settle_state()
         with sides.of_the_original():
-            o = sides.witness.call(call, self.docket.terms.timeout)
-            # What a number must be is known by then, so that the original in its own precision can stand for it.
-            plain = sides.random or bool(check)
-            r = o if plain else sides.reference.call(sides.wide(call), self.docket.terms.timeout)
+            # If a check is named, what a number must be is known, and the original in its own precision stands for it.
+            o, r = sides.originals(call, wide=not check)
         y = sides.ask(call)
         self.metadata(o, y)
         self.numbers(kind, check or rule(kind), call, r, o, y)
@@ -84,11 +87,10 @@ class Case:
         Returns:
             Whether the original accepts it.
         """
-        sides, timeout = self.sides, self.docket.terms.timeout
+        sides = self.sides
         sides.settle_state()
         try:
-            o = sides.witness.call(call, timeout)
-            r = sides.reference.call(sides.wide(call), timeout) if wide and not sides.random else o
+            o, r = sides.originals(call, wide=wide)
         except Raised:
             return False
         try:
@@ -105,6 +107,24 @@ class Case:
         self._untouched(o, y)
         self.numbers(name, check, call, r, o, y)
         return True
+
+    def agrees(self, call: Call) -> bool | None:
+        """Say whether the candidate gives what the original gives; None if the original refuses the call."""
+        sides = self.sides
+        sides.settle_state()
+        try:
+            o = sides.witness.call(call, self.docket.terms.timeout)
+        except Raised:
+            return None
+        try:
+            y = sides.ask(call)
+        except Raised:
+            return False
+        known = self.known * 1.125
+        return not unlike(o, y) and all(
+            a.shape == b.shape and judged("", real64(a), a, b, known, sides.longest).passed
+            for a, b in zip(o.tensors, y.tensors, strict=True)
+        )
 
     def _of_one_dtype(self, call: Call, r: Result, o: Result, y: Result) -> tuple[Result, Result, Result]:
         """Cast results to one dtype, where the way of use says which dtypes a program computes in; integers are let be.
@@ -222,7 +242,7 @@ class Case:
     def _gradient(self, call: Call, o: Result, index: int) -> str:
         """Name a gradient by what it is taken of."""
         names = self.gradients(call, o)
-        if call.use == "jvp":
+        if call.use in FORWARD:
             return f"derivative of result {index}"
         return f"gradient of {names[index]}" if index < len(names) else f"gradient {index}"
 
@@ -335,10 +355,7 @@ class Case:
         """C3: a timed result is right. First by the original's own result, whose error counts twice."""
         known, sides = self.known * 1.125, self.sides
         usual = "" if self.lucky or kind != "timed" else kind
-        near = [
-            judged(usual, a.double() if a.is_floating_point() else a, a, b, known, sides.longest)
-            for a, b in zip(o.tensors, y.tensors, strict=True)
-        ]
+        near = [judged(usual, real64(a), a, b, known, sides.longest) for a, b in zip(o.tensors, y.tensors, strict=True)]
         far = next((one for one in near if one.reason), None)
         if far is not None and not (sides.random or sides.stateful):
             # As any other, with float64 and moved inputs.
@@ -410,9 +427,12 @@ class Case:
 
     def surroundings(self, original: Process, candidate: Process, modes: str, calls: int = 1) -> None:
         """S1, S3 to S5, S8: what a candidate left, whose modes were these, and its state after so many calls."""
-        with self.sides.of_the_original():
-            expected = original.inspect(functions=True)
-        found = candidate.inspect(functions=True)
+
+        def theirs() -> Inspected:
+            with self.sides.of_the_original():
+                return original.inspect(functions=True)
+
+        expected, found = together(theirs, partial(candidate.inspect, functions=True))
         step = self.docket.step
         changed = {n: v for n, v in found.settings.items() if expected.settings.get(n) != v}
         listed = ", ".join(f"{name} is {value[:80]}" for name, value in sorted(changed.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import Counter
 from typing import Any
 
 from .errors import Refused, Unjudgeable
@@ -23,6 +24,7 @@ class Docket:
     Attributes:
         terms: On what terms.
         level: How thorough.
+        check: The name of the part of the trial that runs.
         until: When it must have ended, by the clock of `time.perf_counter`.
     """
 
@@ -32,7 +34,9 @@ class Docket:
         self.level = LEVELS[self.terms.level]
         self.began = time.perf_counter()
         self.until = self.began + (self.terms.limit or self.level.limit)
+        self.check = ""
         self._seed, self._secret = seed, b""
+        self._asked: Counter[tuple[object, ...]] = Counter()
 
     def draw_secret(self) -> None:
         """Draw what nobody knew while the candidate was loaded."""
@@ -46,6 +50,11 @@ class Docket:
     def derived(self, *purpose: object) -> int:
         """Return the seed of one purpose; none tells anything of another."""
         return int.from_bytes(hashlib.sha256(self._secret + repr(purpose).encode()).digest()[:6], "little")
+
+    def anew(self, *purpose: object) -> int:
+        """Return another seed each time, whatever other parts of the trial have asked for."""
+        self._asked[self.check, purpose] += 1
+        return self.derived(self.check, *purpose, self._asked[self.check, purpose])
 
     def step(self, check: str, failure: str = "", **numbers: Any) -> None:
         """Write down the outcome of a check; a failure decides."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,56 +27,66 @@ def _uniform(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     return torch.rand(x.shape, generator=g)
 
 
-def _wide(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    return _normal(x, g) * torch.exp2(16 * torch.rand(x.shape, generator=g) - 8)
+def _below(n: int, g: torch.Generator) -> int:
+    return int(torch.randint(n, (), generator=g))
 
 
-def _sparse(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    return _normal(x, g) * (torch.rand(x.shape, generator=g) < 0.1)
+def _one_in_each_row(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return (
+        _normal(x, g) * (torch.arange(x.shape[-1]) == _below(x.shape[-1], g))
+        if x.numel() and x.dim()
+        else _normal(x, g)
+    )
 
 
 def _zero_rows(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     return _normal(x, g) * (torch.rand([*x.shape[:-1], 1] if x.dim() > 1 else x.shape, generator=g) < 0.5)
 
 
-def _tiny(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    return _normal(x, g) * max(2.0**-40, torch.finfo(x.dtype).tiny ** 0.5)  # squares are normal numbers still
+def _constant(axis: int) -> Kind:
+    """Draw values that are the same along an axis."""
+
+    def kind(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+        return _normal(x, g).narrow(axis, 0, 1).expand(x.shape) if x.numel() and x.dim() >= -axis else _normal(x, g)
+
+    return kind
 
 
-def _huge(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    return _normal(x, g) * min(2.0**20, torch.finfo(x.dtype).max ** 0.5)
+def _scaled(low: float, high: float) -> Kind:
+    """Draw values of one scale between two, whose squares are normal numbers in their dtype."""
 
+    def kind(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+        exponent = math.log2(low) + (math.log2(high) - math.log2(low)) * float(torch.rand((), generator=g))
+        limits = torch.finfo(x.dtype)
+        return _normal(x, g) * min(max(2.0**exponent, limits.tiny**0.5), limits.max**0.5)
 
-def _constant_rows(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    return _normal(x[..., :1] if x.dim() else x, g).expand(x.shape)
-
-
-def _sorted(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    return _normal(x, g).sort(-1).values if x.dim() else _normal(x, g)
-
-
-def _integers(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    return torch.randint(-1, 2, x.shape, generator=g).float()
+    return kind
 
 
 KINDS: dict[str, Kind] = {
     "normal": _normal,
-    "integers": _integers,
+    "integers": lambda x, g: torch.randint(-1, 2, x.shape, generator=g).float(),
     "uniform": _uniform,
     "negated": lambda x, g: -_uniform(x, g),
-    "x0.01": lambda x, g: 0.01 * _normal(x, g),
-    "x3": lambda x, g: 3 * _normal(x, g),
-    "x1000": lambda x, g: 1000 * _normal(x, g),
-    "huge": _huge,
-    "enormous": lambda x, g: _normal(x, g) * min(2.0**40, torch.finfo(x.dtype).max ** 0.5),
-    "tiny": _tiny,
-    "minute": lambda x, g: _normal(x, g) * max(2.0**-60, torch.finfo(x.dtype).tiny ** 0.5),
+    "minute": _scaled(2.0**-60, 2.0**-60),
+    "tiny": _scaled(2.0**-40, 2.0**-40),
+    "very small": _scaled(1e-6, 3e-4),
+    "small": _scaled(3e-4, 0.01),
+    "x0.01": _scaled(0.01, 0.01),
+    "x3": _scaled(3.0, 3.0),
+    "tens": _scaled(8.0, 40.0),
+    "hundreds": _scaled(40.0, 400.0),
+    "x1000": _scaled(1e3, 1e3),
+    "huge": _scaled(2.0**20, 2.0**20),
+    "enormous": _scaled(2.0**40, 2.0**40),
     "halves": lambda x, g: torch.randint(-16, 17, x.shape, generator=g) / 2,  # where rounding and steps decide
-    "wide exponents": _wide,
-    "sparse": _sparse,
+    "wide exponents": lambda x, g: _normal(x, g) * torch.exp2(16 * _uniform(x, g) - 8),
+    "sparse": lambda x, g: _normal(x, g) * (_uniform(x, g) < 0.1),
+    "one in each row": _one_in_each_row,
     "zero rows": _zero_rows,
-    "constant rows": _constant_rows,
-    "sorted": _sorted,
+    "constant rows": _constant(-1),
+    "constant columns": _constant(-2),
+    "sorted": lambda x, g: _normal(x, g).sort(-1).values if x.dim() else _normal(x, g),
     "zeros": lambda x, g: torch.zeros(x.shape),
     "all large": lambda x, g: 8 + _normal(x, g),
     "all very negative": lambda x, g: -8 + _normal(x, g),
@@ -90,11 +101,11 @@ ALONE = {"one is large": 8.0, "one is very negative": -8.0}
 
 # Kinds on which gradients are compared coarsely, if at all.
 SATURATED = ("all large", "all very negative", *ALONE)
-LARGE = ("x1000", "huge", "enormous", "wide exponents", *UNLIKE, *SATURATED)
+LARGE = ("tens", "hundreds", "x1000", "huge", "enormous", "wide exponents", *UNLIKE, *SATURATED)
 
 REPEATED = "repeated"
 # Kinds of which sums may have terms that are all equal.
-EQUAL_TERMS = ("constant rows", REPEATED)
+EQUAL_TERMS = ("constant rows", "constant columns", REPEATED)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -205,26 +216,38 @@ CHANGES: dict[str, Change] = {
 }
 
 
+def changed(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a structure of arguments with other leaves."""
+    if "items" not in tree:
+        return change(tree)
+    named = "dict" in tree
+    items = [[each[0], changed(each[1], change)] if named else changed(each, change) for each in tree["items"]]
+    return {**tree, "items": items}
+
+
 def constants(tree: Any, times: float = 1.0, more: float = 0.0) -> tuple[Any, list[Any]]:
     """Return a structure of arguments with other numbers, and the constants that stay, since they may be switches."""
-    if "items" in tree:
-        named = "dict" in tree
-        inner = [constants(item[1] if named else item, times, more) for item in tree["items"]]
-        items = [[old[0], new] if named else new for old, (new, _) in zip(tree["items"], inner, strict=True)]
-        return {**tree, "items": items}, [each for _, stay in inner for each in stay]
-    value = tree.get("value")
-    if isinstance(value, float) and math.isfinite(value):
-        return {**tree, "value": times * value + more}, []
-    return tree, [] if value is None else [value]
+    stay = []
+
+    def other(leaf: Any) -> Any:
+        value = leaf.get("value")
+        if isinstance(value, float) and math.isfinite(value):
+            return {**leaf, "value": times * value + more}
+        stay.extend([] if value is None else [value])
+        return leaf
+
+    return changed(tree, other), stay
 
 
 def twins(tree: Any, like: Sequence[torch.Tensor]) -> Iterator[Any]:
     """Yield structures in which one tensor is given for two arguments of equal shape and dtype, for each such two."""
-    items = tree.get("items", ()) if "dict" not in tree else ()
-    places = [(at, item["tensor"]) for at, item in enumerate(items) if "tensor" in item]
-    for (_, first), (at, other) in itertools.combinations(places, 2):
+    for first, other in itertools.combinations(range(len(like)), 2):
         if (like[first].shape, like[first].dtype) == (like[other].shape, like[other].dtype):
-            yield {**tree, "items": [*items[:at], {"tensor": first}, *items[at + 1 :]]}
+            yield changed(tree, partial(_instead, first, other))
+
+
+def _instead(first: int, other: int, leaf: Any) -> Any:
+    return {"tensor": first} if leaf.get("tensor") == other else leaf
 
 
 def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
@@ -253,8 +276,10 @@ def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
         lambda x, old, new: [new, *x.shape[1:]] if x.dim() and x.shape[0] == old else list(x.shape),
     ]
     seen = {tuple(tuple(x.shape) for x in like)}
+    g = generator(seed)
     changes: list[Callable[[int], int]] = [
         lambda n: n + 1, lambda n: n - 1, lambda n: 1, lambda n: 3 * n + 1, lambda n: _prime(n // 2 + 1), lambda n: 0,
+        lambda n: 2 + _below(min(n, 15), g), lambda n: 2 * n,
     ]  # fmt: skip
     for change in changes:
         for old in sizes:
@@ -263,30 +288,37 @@ def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
                 shapes = tuple(tuple(place(x, old, new)) for x in like)
                 if shapes not in seen:
                     seen.add(shapes)
-                    g = generator(seed)
                     yield f"{old} -> {new}", [_fitted(x, shape, g) for x, shape in zip(like, shapes, strict=True)]
 
 
-def longer(like: Sequence[torch.Tensor], times: int, seed: int) -> Tensors:
-    """Draw inputs with so many times the rows, and one more, wherever the first axis is that of the first input."""
-    g, rows = generator(seed), like[0].shape[:1]
-    shapes = [
-        (times * x.shape[0] + 1, *x.shape[1:]) if x.dim() and x.shape[:1] == rows else tuple(x.shape) for x in like
-    ]
+def broadcast(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
+    """Yield inputs of which one has a single element along an axis, for each with several axes or elements."""
+    g = generator(seed)
+    for index, x in enumerate(like):
+        if len(like) > 1 and x.dim() and x.numel():
+            short = x.narrow(_below(x.dim(), g), 0, 1).contiguous()
+            yield f"input {index}", [short if at == index else other for at, other in enumerate(like)]
+
+
+def longer(like: Sequence[torch.Tensor], size: int, times: int, seed: int) -> Tensors:
+    """Draw inputs with so many times this size, and one more, wherever an axis has it."""
+    g = generator(seed)
+    shapes = [tuple(times * n + 1 if n == size else n for n in x.shape) for x in like]
     return [_fitted(x, shape, g) for x, shape in zip(like, shapes, strict=True)]
 
 
 def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
     """Yield inputs whose elements lie otherwise in memory: transposed, strided, repeated, at an odd address."""
-    fresh = draw("normal", like, seed)
+    fresh, g = draw("normal", like, seed), generator(seed)
     yield "transposed", [x.mT.contiguous().mT if x.dim() > 1 else x for x in fresh]
     yield "channels last", [x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x for x in fresh]
     yield "strided", [_spread(x) for x in fresh]
-    yield (
-        REPEATED,
-        [x[:1].expand(x.shape) if x.dim() and x.shape[0] > 1 and x.is_floating_point() else x for x in fresh],
-    )
-    yield "odd address", [_shifted(x) for x in fresh]
+    for axis in (0, -1):
+        yield (
+            REPEATED,
+            [x.narrow(axis, 0, 1).expand(x.shape) if x.numel() and x.dim() and is_real(x) else x for x in fresh],
+        )
+    yield "odd address", [_shifted(x, 1 + _below(15, g)) for x in fresh]
 
 
 def _prime(n: int) -> int:
@@ -320,7 +352,7 @@ def _spread(x: torch.Tensor) -> torch.Tensor:
     return wide[..., ::2]
 
 
-def _shifted(x: torch.Tensor) -> torch.Tensor:
-    longer = torch.zeros(x.numel() + 3, dtype=x.dtype)
-    longer[3:] = x.reshape(-1)
-    return longer[3:].view(x.shape)
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    longer = torch.zeros(x.numel() + by, dtype=x.dtype)
+    longer[by:] = x.reshape(-1)
+    return longer[by:].view(x.shape)

@@ -148,9 +148,17 @@ USES = {
     "keywords": "if its arguments are given by their names",
     "jvp": "under torch.func.jvp",
     "vmap": "under torch.func.vmap",
+    "vjp": "under torch.func.vjp",
+    "float16": "under torch.autocast in float16",
+    "watched": "under modes and hooks that only look",
+    "settings": "with more threads, while anomalies are looked for",
+    "backward": "within a backward of others",
+    "subclass": "for inputs of a subclass of torch.Tensor",
+    "overlapping": "for inputs that overlap in memory",
+    "conjugate": "for inputs that are conjugate views",
 }
 """The ways in which a user's program calls another one, beside the plain one; `uses` carries them out."""
-FORWARD = ("jvp", "vmap")
+FORWARD = ("jvp", "vmap", "vjp")
 """Those in which nothing flows back."""
 
 
@@ -165,7 +173,7 @@ class How:
         keep: Whether the result is kept alive for good.
         flow: How gradients are asked for: ``once``; ``accumulated`` in ``.grad`` by two backwards of one graph;
             ``added`` to what ``.grad`` holds; ``partly``, from one result alone; or ``differentiated`` once more.
-        frozen: Whether no parameter requires a gradient.
+        frozen: Which parameters require no gradient: bits in the order in which gradients are given; -1 is all.
         inner: Whether the inputs that require gradients are no leaves, but results of other operations.
         training: The mode of the modules; None leaves it.
         use: The way in which it is called, a name of `USES`; empty for the plain one.
@@ -176,7 +184,7 @@ class How:
     perturb: int = 0
     keep: bool = False
     flow: str = "once"
-    frozen: bool = False
+    frozen: int = 0
     inner: bool = False
     training: bool | None = None
     use: str = ""
@@ -383,16 +391,16 @@ def known_exception(name: str) -> type | None:
 
 def to_json(answer: Any) -> bytes:
     """Write an answer."""
-    return json.dumps({"answer": type(answer).__name__, **_plain(answer)}).encode()
+    return json.dumps({"answer": type(answer).__name__, **plain(answer)}).encode()
 
 
-def _plain(message: Any) -> Any:
+def plain(message: Any) -> Any:
     """Return a message as what JSON and pickle have."""
     if is_dataclass(message):
-        return {f.name: _plain(getattr(message, f.name)) for f in fields(message)}
+        return {f.name: plain(getattr(message, f.name)) for f in fields(message)}
     if isinstance(message, dict):
-        return {k: _plain(v) for k, v in message.items()}
-    return [_plain(v) for v in message] if isinstance(message, (list, tuple)) else message
+        return {k: plain(v) for k, v in message.items()}
+    return [plain(v) for v in message] if isinstance(message, (list, tuple)) else message
 
 
 def read(frame: bytes, *kinds: type) -> Any:

@@ -225,7 +225,7 @@ class Process:
     def ask(self, command: Any, *kinds: type, timeout: float = _COMMAND_S, **values: Any) -> Any:
         """Send a command, a message or its name, and return the answer; what the program raises is its misbehaviour."""
         if dataclasses.is_dataclass(command) and not isinstance(command, type):
-            values = dataclasses.asdict(command)
+            values = messages.plain(command)
             command = type(command).__name__.lower()
         resting, self._resting = self._resting, {}
         # What runs between a call and the next command would slow others down.
@@ -295,12 +295,9 @@ class Process:
             if where is not None and not where.writable:
                 m.traits = [*m.traits, messages.TRAITS[1]]
         found = result.metadata
-        most = sum(each.end - each.start for each in mappings)
-        if (
-            self._home.device == "cpu"
-            and (size := max((m.span for m in (*found, *self._state.values())), default=0)) > most
-        ):
-            raise Misbehaved("M3", f"a tensor is said to span {size} bytes, and the process has {most}")
+        largest = max((m.span for m in (*found, *self._state.values())), default=0)
+        if self._home.device == "cpu" and largest > (most := sum(each.end - each.start for each in mappings)):
+            raise Misbehaved("M3", f"a tensor is said to span {largest} bytes, and the process has {most}")
         result.aliases = [self._alias(index, found, inputs, mappings) for index in range(len(found))]
         spans = [(0, 0) if a and a[0] == "input" else self._memory(m)
                  for m, a in zip(result.metadata, result.aliases, strict=True)]  # fmt: skip

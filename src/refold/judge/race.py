@@ -45,15 +45,6 @@ def faster(case: Case) -> None:
         Race(case).run()
 
 
-def without_waits(result: Result, threads: int) -> float:
-    """Return the time of a call, without that in which other programs had its processor.
-
-    Of one thread it is known how long it waited. What its process used is counted in any case, so that waiting for
-    one's own helpers is no gain. Of several threads it is not known.
-    """
-    return result.seconds if threads > 1 else max(result.seconds - result.waited, result.processor)
-
-
 class Race:
     """Times the candidate against the original, in pairs of calls."""
 
@@ -85,9 +76,7 @@ class Race:
         call = sides.call(sides.actual("rival"))
         try:
             nursery = sides.nursery.other(compiler="triton" not in sides.original.text)
-            process = stack.enter_context(sides.fresh(sides.original, nursery=nursery))
-            process.load(sides.original.attribute, terms.timeout)
-            sides.build(process, sides.original, terms.dtype, compiled=True)
+            process = stack.enter_context(sides.ready(sides.original, compiled=True, nursery=nursery))
             process.call(call, COMPILE_S)
             self._compiled = process
             times = [min(each.call(call, terms.timeout).seconds for _ in range(3)) for each in (sides.witness, process)]
@@ -106,12 +95,7 @@ class Race:
             if not race["faster"]:
                 break
             with contextlib.ExitStack() as stack:
-                fresh = []
-                for program in (sides.original, sides.candidate):
-                    process = stack.enter_context(sides.fresh(program))
-                    process.load(program.attribute, self.docket.terms.timeout)
-                    sides.build(process, program, self.docket.terms.dtype)
-                    fresh.append(process)
+                fresh = [stack.enter_context(sides.ready(each)) for each in (sides.original, sides.candidate)]
                 first = base if against != "eager" else fresh[0]
                 race = {**self.race(first, fresh[1], f"confirmation {turn + 1}"), "against": against}
                 self.docket.verdict.timing = race
@@ -124,9 +108,8 @@ class Race:
     def _alike_twins(self, base: Process, against: str) -> None:
         """T6: two processes with the same program are equally fast, or the clock cannot be trusted here."""
         sides = self.sides
-        with sides.of_the_original(), sides.fresh(sides.original, beside=self._compiled) as twin:
-            twin.load(sides.original.attribute, self.docket.terms.timeout)
-            sides.build(twin, sides.original, self.docket.terms.dtype, compiled=against != "eager")
+        compiled = against != "eager"
+        with sides.of_the_original(), sides.ready(sides.original, compiled=compiled, beside=self._compiled) as twin:
             race = self.race(base, twin, "twins")
         apart = race["at_least"] > 1 + DELTA or race["at_most"] < 1 / (1 + DELTA)
         if apart and "T6" not in self.docket.off:
@@ -138,9 +121,20 @@ class Race:
 
     def _possible(self, race: dict[str, Any]) -> None:
         """T5: no result is written, and no input read, in less time than their bytes take to be moved."""
-        kept = self.case.kept
+        kept, given = self.case.kept, filter(inputs.is_real, self.sides.first)
         own = [t for t, alias in zip(kept.tensors, kept.aliases, strict=True) if alias is None]
-        written, read = sum(t.numel() * t.element_size() for t in own), self._bytes_read()
+        written, read = (sum(t.numel() * t.element_size() for t in some) for some in (own, given))
+        floor = self._floor(written, read)
+        if race["candidate_ms"] < floor:  # it may be that not all inputs must be read
+            floor = self._floor(written, read := self._bytes_read())
+        failure = (
+            f"it took {race['candidate_ms']:.3g} ms, less than its inputs and results take to be moved ({floor:.3g} ms)"
+        )
+        impossible = race["candidate_ms"] < floor
+        self.docket.step("T5", failure if impossible else "", floor_ms=floor, read=read, written=written)
+
+    def _floor(self, written: int, read: int) -> float:
+        """Return the milliseconds that it takes at least to write and read so many bytes."""
         into = torch.empty(max(written, read), dtype=torch.uint8)
         least = math.inf
         for value in range(5):
@@ -151,12 +145,7 @@ class Race:
             again = time.thread_time()
             LIBC.memchr(ctypes.c_void_p(into.data_ptr()), 255, ctypes.c_size_t(read))
             least = min(least, half - start + time.thread_time() - again)
-        floor = POSSIBLE * least * 1e3 / self.docket.terms.threads
-        impossible = race["candidate_ms"] < floor
-        failure = (
-            f"it took {race['candidate_ms']:.3g} ms, less than its inputs and results take to be moved ({floor:.3g} ms)"
-        )
-        self.docket.step("T5", failure if impossible else "", floor_ms=floor, read=read, written=written)
+        return POSSIBLE * least * 1e3 / self.docket.terms.threads
 
     def _bytes_read(self) -> int:
         """Count the bytes of inputs on which results depend, by gradients of the original that are not zero.
@@ -347,8 +336,6 @@ class Race:
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
         self._processor[2] += max(each.waited / each.seconds for each in (o, y)) * y.seconds
-        if self.sides.suspect.lingering():
-            self.docket.step("S6", "another process of it ran during its timed calls")
         return replace(o, tensors=[], inputs_after=[]), replace(y, tensors=[], inputs_after=[])
 
     def _reweigh(self, purpose: tuple[object, ...]) -> None:
@@ -364,4 +351,10 @@ class Race:
             sides.write(process, {name: places[name] for name in names}, other)
 
     def _seconds(self, result: Result) -> float:
-        return without_waits(result, self.docket.terms.threads)
+        """Return the time of a call, without that in which other programs had its processor.
+
+        Of one thread it is known how long it waited. What its process used is counted in any case, so that waiting for
+        one's own helpers is no gain. Of several threads it is not known.
+        """
+        threads = self.docket.terms.threads
+        return result.seconds if threads > 1 else max(result.seconds - result.waited, result.processor)

@@ -10,9 +10,11 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,7 +31,16 @@ from .shared import GUARD
 
 Tensors = Sequence[torch.Tensor]
 State = dict[str, torch.Tensor]
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
 _GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
+
+
+def together(first: Callable[[], _First], second: Callable[[], _Second]) -> tuple[_First, _Second]:
+    """Ask two processes at once, and return both answers."""
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(second)
+        return first(), other.result()
 
 
 class Sides:
@@ -142,6 +153,8 @@ class Sides:
         self.varied = {name: value for name, value in self.state.items() if not inputs.is_real(value)}
         self.varied = {name: again[name] for name, value in self.varied.items() if not identical(value, again[name])}
         self.suspect.names = names = self._paired(ours, other)
+        own = {m.type for m in ours.state.values()} - {m.type for m in other.values()} - {"Tensor", "Parameter"}
+        self.docket.step("S8", f"among its parameters is a {own.pop()}, which may do anything else" if own else "")
         self.shares_state = bool(names)
         if other and not names:
             self.docket.note(
@@ -209,6 +222,14 @@ class Sides:
             yield process
 
     @contextlib.contextmanager
+    def ready(self, program: Program, *, compiled: bool = False, **options: Any) -> Iterator[Process]:
+        """Make a program in a process of its own, which ends on the way out."""
+        with self.fresh(program, **options) as process:
+            process.load(program.attribute, self.docket.terms.timeout)
+            self.build(process, program, self.docket.terms.dtype, compiled=compiled)
+            yield process
+
+    @contextlib.contextmanager
     def of_the_original(self) -> Iterator[None]:
         """Make what the original does wrong no fault of the candidate."""
         try:
@@ -255,7 +276,7 @@ class Sides:
     def call(self, values: Tensors, **options: Any) -> Call:
         """Make a call of the programs, with what flows back into its results if gradients count."""
         train = self.docket.terms.train
-        seed = self.docket.derived("call", len(self.docket.verdict.lines), options.pop("salt", ""))
+        seed = self.docket.anew("call", options.pop("salt", ""))
         mode, back = ("recorded", self.cotangents(seed)) if train else ("plain", [])
         return Call(self.tree, list(values), back, requires_grad=train, seed=seed, mode=mode, **options)
 
@@ -280,6 +301,19 @@ class Sides:
             return None
         return {"dict": "dict", "items": [list(each) for each in zip(self._names, items, strict=False)]}
 
+    def originals(self, call: Call, *, wide: bool = True) -> tuple[Result, Result]:
+        """Call the original, and the original in float64, if that says what is right and is wanted."""
+        timeout = self.docket.terms.timeout
+        ask = partial(self.witness.call, call, timeout)
+        if self.random or not wide:
+            return (o := ask()), o
+        return together(ask, partial(self.reference.call, self.wide(call), timeout))
+
+    @property
+    def not_given(self) -> list[str]:
+        """The original's arguments, in their order, for which its inputs have nothing."""
+        return self._names[len(self.tree.get("items", ())) :] if "sequence" in self.tree else []
+
     def ask(self, call: Call) -> Result:
         """Call the candidate."""
         return self.suspect.call(call, self.docket.terms.timeout, most=self.most)
@@ -288,7 +322,7 @@ class Sides:
         """Name what gradients are asked for, in the order of the results."""
         floating = [i for i, t in enumerate(call.tensors) if inputs.is_real(t) and i not in call.constant]
         names = [f"input {index}" for index in floating if call.requires_grad]
-        names += [] if call.frozen else self._differentiated
+        names += [name for at, name in enumerate(self._differentiated) if not call.frozen >> at & 1]
         back = [f"what flows into result {i}" for i, _ in enumerate(call.cotangents)]
         return names + (back if call.flow == "differentiated" else [])
 

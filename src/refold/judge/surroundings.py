@@ -28,6 +28,7 @@ import socket
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.machinery import PathFinder
@@ -111,6 +112,7 @@ class Surroundings:
         self._modules = dict(sys.modules)
         self._at_exit: list[Callable[..., Any]] = []
         self._audits: list[Callable[..., Any]] = []
+        self._finalizers: list[weakref.finalize[..., Any]] = []
         self._listen()
         self._before, self._settings = before(), self._found()
 
@@ -163,7 +165,7 @@ class Surroundings:
             "import hooks": self._own_finders(),
             "folders of modules": self._own_folders(),
             "modules": self._own_modules(),
-            "functions at exit": [str(f) for f in self._at_exit if self.is_own(f)],
+            "functions at exit": [str(f) for f in (*self._at_exit, *self._finalized()) if self.is_own(f)],
             "hooks of audits": [str(f) for f in self._audits if self.is_own(f)],
             "copies of objects": [str(f) for f in copyreg.dispatch_table.values() if self.is_own(f)],
             "what torch.load lets run": [str(f) for f in torch.serialization.get_safe_globals() if self.is_own(f)],
@@ -178,6 +180,12 @@ class Surroundings:
             for name in self._variables.keys() | now.keys()
             if self._variables.get(name) != now.get(name) and not name.startswith(_VARIABLES)
         )
+
+    def _finalized(self) -> list[Any]:
+        """List functions that run when an object is gone, and at exit; that a cache forgets the object is no matter."""
+        found = [each.peek() for each in self._finalizers if each.atexit]
+        functions = [each[1] for each in found if each is not None]
+        return [f for f in functions if not isinstance(getattr(f, "__self__", None), (dict, set))]
 
     def _own_finders(self) -> list[str]:
         now = [*sys.meta_path, *sys.path_hooks]
@@ -218,6 +226,7 @@ class Surroundings:
     def _listen(self) -> None:
         """Write down which functions are to run at exit, and at each event; Python does not tell."""
         register, unregister, audit = atexit.register, atexit.unregister, sys.addaudithook
+        finalize = weakref.finalize.__init__
 
         def registered(function: Any, *args: Any, **kwargs: Any) -> Any:
             self._at_exit.append(function)
@@ -227,12 +236,16 @@ class Surroundings:
             self._at_exit = [f for f in self._at_exit if f != function]
             unregister(function)
 
+        def finalized(this: Any, *args: Any, **kwargs: Any) -> None:
+            finalize(this, *args, **kwargs)
+            self._finalizers.append(this)
+
         def audited(hook: Any) -> None:
             self._audits.append(hook)
             audit(hook)
 
         atexit.register, atexit.unregister = registered, unregistered  # type: ignore[assignment]
-        sys.addaudithook = audited
+        sys.addaudithook, weakref.finalize.__init__ = audited, finalized  # type: ignore[assignment]
 
 
 def _is(a: object, b: object) -> bool:

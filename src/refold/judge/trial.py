@@ -39,7 +39,7 @@ CHECKS: tuple[tuple[Check, bool], ...] = (
     (use.otherwise, True),
     (domain.special_values, True),
     (domain.layouts, True),
-    (use.left_behind, False),
+    (use.left_behind, True),
     (domain.shapes, True),
     (faster, False),
     (use.left_behind, False),
@@ -96,6 +96,7 @@ class Judge:
                 case = Case(docket, sides)
                 for check, deep in self.checks:
                     if docket.level.deep or not deep:
+                        docket.check = check.__name__
                         check(case)
                 if hashes:
                     same = costs.hashes() == hashes

@@ -6,6 +6,7 @@ Each changes the call in one respect; `messages.USES` has their names. That proc
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,23 +42,40 @@ def run(use: str, call: Callable[[], Any], module: torch.nn.Module | None, state
 
 
 @contextlib.contextmanager
-def around(use: str) -> Iterator[None]:
-    """Set what a user has set who calls it so."""
-    if not use:  # timed calls, too
-        yield
-        return
-    dtype, mode = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
-    try:
+def around(use: str, module: torch.nn.Module | None, mode: Callable[[], Any]) -> Iterator[None]:
+    """Set what a user has set who calls it so; ``mode`` makes a dispatch mode that changes nothing."""
+    with contextlib.ExitStack() as stack:
         if use in ("float64", "bfloat16"):
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(getattr(torch, use))
         if use == "deterministic":  # torch.use_deterministic_algorithms imports torch's compiler, which takes seconds
+            stack.callback(_determined, torch.get_deterministic_debug_mode())
             torch.set_deterministic_debug_mode("error")
+        if use == "settings":
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(torch.get_num_threads() + 2)
+            stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+        if use == "watched":
+            for each in (
+                torch.device("cpu"),
+                torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone),
+                mode(),
+            ):
+                stack.enter_context(each)
+            for register in (torch.nn.Module.register_forward_hook, torch.nn.Module.register_forward_pre_hook):
+                if module is not None:
+                    stack.callback(register(module, lambda *_: None).remove)
         yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_deterministic_debug_mode(mode)
-        if use == "deterministic" and "torch._inductor.config" in sys.modules:  # which follows, if it was needed
-            torch.use_deterministic_algorithms(bool(mode))
+
+
+def _determined(mode: int) -> None:
+    torch.set_deterministic_debug_mode(mode)
+    if "torch._inductor.config" in sys.modules:  # which follows, if it was needed
+        torch.use_deterministic_algorithms(bool(mode))
+
+
+class _Subclass(torch.Tensor):
+    """What libraries derive from tensors."""
 
 
 def given(use: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -68,17 +86,24 @@ def given(use: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         ]
     if use == "own memory":
         return [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves]
-    if use == "parts":
-        wholes = {d: torch.zeros(sum(t.numel() + _APART for t in leaves), dtype=d) for d in {t.dtype for t in leaves}}
-        return [_part(t, wholes[t.dtype].to(t.device), at) for t, at in zip(leaves, _places(leaves), strict=True)]
+    if use == "subclass":
+        return [t.detach().as_subclass(_Subclass).requires_grad_(t.requires_grad) for t in leaves]
+    if use == "conjugate":
+        return [t.detach().conj().resolve_conj().conj().requires_grad_(t.requires_grad) for t in leaves]
+    if use in ("parts", "overlapping"):
+        size, kinds = sum(t.numel() + _APART for t in leaves), {(t.dtype, t.device) for t in leaves}
+        wholes = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind in kinds}
+        places = _places(leaves) if use == "parts" else range(len(leaves))
+        return [
+            _part(t, wholes[t.dtype, t.device], at) if use == "parts" or _real(t) else t
+            for t, at in zip(leaves, places, strict=True)
+        ]
     return leaves
 
 
-def _places(leaves: list[torch.Tensor]) -> Iterator[int]:
-    at = _APART
-    for t in leaves:
-        yield at
-        at += t.numel() + _APART
+def _places(leaves: list[torch.Tensor]) -> list[int]:
+    sizes = [t.numel() + _APART for t in leaves]
+    return [_APART + end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
 
 
 def _part(t: torch.Tensor, whole: torch.Tensor, at: int) -> torch.Tensor:
@@ -95,15 +120,20 @@ def given_back(own: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
             t.data.copy_(mine.data)
 
 
-def call(use: str, program: Any, args: Any, build: Build, leaves: list[torch.Tensor], device: str, seed: int) -> Any:
+def call(
+    use: str, program: Any, args: Any, build: Build, leaves: list[torch.Tensor], device: str, train: bool, seed: int
+) -> Any:
     """Call a program with arguments, which ``build`` makes of these tensors."""
-    if use == "autocast":
-        with torch.autocast(device, torch.bfloat16):
+    if use in ("autocast", "float16"):
+        with torch.autocast(device, torch.float16 if use == "float16" else torch.bfloat16):
             return program(*args)
+    if use == "backward":
+        return _within_backward(lambda: program(*args))
     if use == "keywords":
         return program(**args)
-    if use == "jvp":
-        return _derivatives(program, build, leaves, seed)
+    if use in ("jvp", "vjp"):
+        found = _derivatives(use, program, build, leaves, seed)
+        return found if train else found[0]
     if use == "vmap":
         both = [
             torch.stack(pair) if _real(pair[0]) else pair[0] for pair in zip(leaves, _others(leaves, 1), strict=True)
@@ -147,8 +177,23 @@ def _real(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _derivatives(program: Any, build: Build, leaves: list[torch.Tensor], seed: int) -> Any:
-    """Return results, and derivatives along a random direction, in forward mode."""
+def _within_backward(call: Callable[[], Any]) -> Any:
+    """Make a call while gradients flow, as where results are computed once more rather than kept."""
+    recorded, found = torch.is_grad_enabled(), []
+
+    def inside(_: torch.Tensor) -> None:
+        with torch.set_grad_enabled(recorded):
+            found.append(call())
+
+    with torch.enable_grad():
+        start = torch.ones((), requires_grad=True) * 1
+        start.register_hook(inside)
+        start.backward()  # type: ignore[no-untyped-call]
+    return found[0]
+
+
+def _derivatives(use: str, program: Any, build: Build, leaves: list[torch.Tensor], seed: int) -> Any:
+    """Return results, and derivatives along a random direction, in forward mode or in reverse mode."""
     g = torch.Generator().manual_seed(seed)
     at = [index for index, t in enumerate(leaves) if _real(t)]
 
@@ -156,7 +201,12 @@ def _derivatives(program: Any, build: Build, leaves: list[torch.Tensor], seed: i
         changed = dict(zip(at, some, strict=True))
         return program(*build([changed.get(index, t) for index, t in enumerate(leaves)]))
 
+    def along(some: Any) -> tuple[torch.Tensor, ...]:
+        kinds = [torch.complex64 if t.is_complex() else torch.float32 for t in some]
+        return tuple(torch.randn(t.shape, generator=g, dtype=kind).to(t) for t, kind in zip(some, kinds, strict=True))
+
     some = tuple(leaves[index] for index in at)
-    kinds = [torch.complex64 if t.is_complex() else torch.float32 for t in some]
-    along = [torch.randn(t.shape, generator=g, dtype=kind).to(t) for t, kind in zip(some, kinds, strict=True)]
-    return torch.func.jvp(function, some, tuple(along))
+    if use == "jvp":
+        return torch.func.jvp(function, some, along(some))
+    results, back, *_ = torch.func.vjp(function, *some)
+    return results, back(along([results])[0] if isinstance(results, torch.Tensor) else along(results))

@@ -39,7 +39,7 @@ CHECKS = {
     "S5": "functions of torch and Python are as before",
     "S6": "none of its code runs between calls, or would by itself after some time",
     "S7": "results of earlier calls do not change later",
-    "S8": "hooks, training modes and needs of gradients are as before",
+    "S8": "parameters are plain ones; hooks, training modes and needs of gradients are as before",
     "U1": "results do not depend on uninitialised memory, or on memory next to its inputs",
     "U2": "it writes nothing to memory next to its inputs",
     "U3": "it writes nothing next to memory of its own, as the C library sees it (full, CPU)",
@@ -80,7 +80,7 @@ ADVICE = {
     "S5": "replace no function of torch or Python",
     "S6": "join threads and processes before the call returns; keep no timers and no thread that sleeps for a time",
     "S7": "allocate results anew in each call",
-    "S8": "add no hooks, and leave modes, requires_grad and .grad alone",
+    "S8": "register plain parameters; add no hooks, and leave modes, requires_grad and .grad alone",
     "U1": "write to each element of torch.empty before it is read; mask loads at the ends",
     "U2": "mask stores at the ends of the inputs",
     "U3": "mask stores at the ends of results and of scratch memory",
@@ -95,6 +95,7 @@ ADVICE = {
     "T5": "do the work in the call",
     "T7": "make it faster, or judge with --accept right",
 }
+GROSS = 0.01  # a relative error that no rounding makes
 # 2 is the command line's own, where there was nothing to judge: a wrong option, a missing file, an error.
 EXIT_CODES = {"accepted": 0, "refused": 1, "unjudged": 3}
 
@@ -205,7 +206,9 @@ class Verdict:
         counts = ", ".join(f"{n} {passed.count(n)}x" if passed.count(n) > 1 else n for n in dict.fromkeys(passed))
         out = [head]
         if self.outcome == "refused" and self.check in ADVICE:
-            out.append(f"  to pass      {ADVICE[self.check]}")
+            last = self.lines[-1] if self.lines else {}
+            gross = self.check in ("N1", "C3") and last.get("error", 0.0) > GROSS
+            out.append(f"  to pass      {ADVICE['N2' if gross else self.check]}")
         out.append(f"  passed       {counts or 'nothing'}")
         if self.mode:
             out.append(f"  tried in     {self.mode}")

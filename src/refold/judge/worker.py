@@ -37,7 +37,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -478,7 +478,7 @@ class Stub:
                 _flatten(result, found, result=True)
                 self._gradients(found, self._wanted(leaves))
 
-        with self._in_mode() as left, uses.around(use):
+        with self._in_mode() as left, uses.around(use, self._module, _Census):
             own = uses.given(use, self._leaves)
             leaves = [t * 1 if ready.inner and t.requires_grad else t for t in own]
             build = partial(_unflatten, ready.tree)
@@ -488,7 +488,7 @@ class Stub:
             if ready.flow == "added":
                 _filled(wanted, ready.seed)
             with private.compiling() if use == "compiling" else contextlib.nullcontext():
-                result = uses.call(use, self._program, args, build, leaves, self._device, ready.seed)
+                result = uses.call(use, self._program, args, build, leaves, self._device, self._train, ready.seed)
             left += _left(args, before) + (_left(own, upstream) if upstream else [])
             tree = _flatten(result, outputs, result=True)
             uses.afterwards(use, self._program, build, own, outputs, back)
@@ -502,7 +502,8 @@ class Stub:
     def _in_mode(self) -> Iterator[list[str]]:
         """Record gradients or not, as the call asks for; add to the list if the program has changed that."""
         module = torch.nn.Module() if self._module is None else self._module
-        constant = [p for p in module.parameters() if p.requires_grad and self._ready.frozen]
+        trained = [p for p in self._parameters() if p.requires_grad] if self._ready.frozen else []
+        constant = [p for at, p in enumerate(trained) if self._ready.frozen >> at & 1]
         recorded, training = self._ready.mode == "recorded", self._ready.training
         left: list[str] = []
         try:
@@ -574,10 +575,12 @@ class Stub:
 
     def _wanted(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         """List the leaves of which gradients are asked for: inputs, then parameters."""
+        return [t for t in (*leaves, *self._parameters()) if t.requires_grad]
+
+    def _parameters(self) -> list[torch.Tensor]:
         named = {} if self._module is None else dict(self._module.named_parameters())
         named = {name: named[name] for name in [*filter(named.__contains__, self._order), *named]}
-        parameters = [self._given.get(name, t) for name, t in named.items()]
-        return [t for t in (*leaves, *parameters) if t.requires_grad]
+        return [self._given.get(name, t) for name, t in named.items()]
 
     def _gradients(self, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> Any:
         if [list(t.shape) for t in outputs] != [list(p.shape) for p in self._back]:
@@ -673,40 +676,33 @@ def _taken(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
     return found
 
 
-def _objects(args: Any) -> tuple[Any, list[tuple[Any, ...]]]:
+_TOLD: dict[str, Callable[[torch.Tensor], Any]] = {
+    "memory": torch.Tensor.data_ptr,
+    "dtype": lambda t: t.dtype,
+    "shape": lambda t: t.shape,
+    "strides": torch.Tensor.stride,
+    "need of a gradient": lambda t: t.requires_grad,
+    "hooks": private.tensor_hooks,
+    "version": private.version,
+    "gradient": _holds_gradient,
+    "attributes": _attributes,
+}
+
+
+def _objects(args: Any) -> tuple[Any, list[dict[str, Any]]]:
     """Note what a call must leave of the caller's own objects: their structure, and what each tensor is."""
     leaves: list[torch.Tensor] = []
     tree = _flatten(args, leaves, result=False)
-    return tree, [
-        (
-            t.data_ptr(),
-            t.dtype,
-            t.shape,
-            t.stride(),
-            t.requires_grad,
-            private.tensor_hooks(t),
-            private.version(t),
-            _holds_gradient(t),
-            _attributes(t),
-        )
-        for t in leaves
-    ]
+    return tree, [{name: tell(t) for name, tell in _TOLD.items()} for t in leaves]
 
 
-def _left(args: Any, before: tuple[Any, list[tuple[Any, ...]]]) -> list[str]:
+def _left(args: Any, before: tuple[Any, list[dict[str, Any]]]) -> list[str]:
     """Say what a call changed of the caller's own objects."""
     after = _objects(args)
-    if after == before:
-        return []
     if after[0] != before[0]:
         return ["the structure of its arguments"]
-    names = ("memory", "dtype", "shape", "strides", "need of a gradient", "hooks", "version", "gradient", "attributes")
-    return [
-        f"the {name} of input {index}"
-        for index, (old, new) in enumerate(zip(before[1], after[1], strict=True))
-        for name, a, b in zip(names, old, new, strict=True)
-        if a != b
-    ]
+    each = enumerate(zip(before[1], after[1], strict=True))
+    return [f"the {name} of input {index}" for index, (old, new) in each for name in _TOLD if old[name] != new[name]]
 
 
 def _unflatten(tree: Any, leaves: list[torch.Tensor]) -> Any:

@@ -132,6 +132,7 @@ def test_a_slow_machine_ends_no_race_that_nothing_could_have_decided_yet(monkeyp
 def test_what_takes_less_time_than_its_bytes_is_refused(monkeypatch, written, read):
     of = case()
     of.kept = Result(None, [], [torch.zeros(written, dtype=torch.uint8)], 1.0, aliases=[None])
+    of.sides.first = [torch.zeros(1 << 22)]
     trial = race.Race(of)
     monkeypatch.setattr(trial, "_bytes_read", lambda: read)
     trial._possible({"candidate_ms": 1e4})
@@ -192,3 +193,13 @@ def test_a_timed_result_has_the_structure_of_the_original_s_also_when_that_is_co
     with pytest.raises(Refused):
         trial._pair(trial._compiled, Process(tree, shape), ("race", 1, 0), False)
     assert (of.docket.verdict.check, of.docket.verdict.reason) == ("M2", f"in a timed call, {reason}")
+
+
+def test_what_one_part_of_a_trial_draws_does_not_depend_on_others():
+    one, other = case().docket, case().docket
+    other.check = "another"
+    other.anew("call")
+    one.check = other.check = "this"
+    drawn = [docket.anew("call") for docket in (one, other, one, other)]
+    assert drawn[:2] != drawn[2:]
+    assert len(set(drawn)) == 2

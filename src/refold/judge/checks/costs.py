@@ -81,10 +81,7 @@ def _ended(case: Case, nursery: Nursery, program: Program, calls: Sequence[Call]
     sides, terms = case.sides, case.docket.terms
     beside = sides.suspect if program is sides.candidate else None
     try:
-        with sides.fresh(program, nursery=nursery, beside=beside) as process:
-            process.lenient = case.docket.off
-            process.load(program.attribute, terms.timeout)
-            sides.build(process, program, terms.dtype)
+        with sides.ready(program, nursery=nursery, beside=beside) as process:
             for call in [*calls, calls[0]]:
                 with contextlib.suppress(Raised):  # what it may refuse
                     process.call(call, terms.timeout, most=sides.most, hold=False)

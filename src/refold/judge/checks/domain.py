@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -13,7 +14,7 @@ from .. import inputs, weights
 from ..case import COARSE, Case
 from ..errors import Raised
 from ..process import Call
-from ..results import rms, unlike
+from ..results import alike, rms, unlike
 from ..shared import needed
 from ..sides import Tensors
 
@@ -70,6 +71,9 @@ def integers(case: Case) -> None:
         case.docket.note(said)
     if any(a is not b for a, b in zip(first, other, strict=True)):
         elsewhere(case, "integers in another order", other, "not for integers in another order")
+    narrow = [x.int() if x.dtype == torch.int64 else x.long() if x.dtype == torch.int32 else x for x in first]
+    if case.docket.level.deep and any(a is not b for a, b in zip(first, narrow, strict=True)):
+        elsewhere(case, "integers of another dtype", narrow, "not for integers of another dtype")
 
 
 def arguments(case: Case) -> None:
@@ -83,6 +87,9 @@ def arguments(case: Case) -> None:
     if others:
         said = f"the arguments {', '.join(map(repr, others))} were the same in all calls; other values were not tried"
         case.docket.note(said)
+    if left := sides.not_given:
+        missing = f"the arguments {', '.join(left)} have defaults and were not given; it was not tried with them"
+        case.docket.note(missing)
     for twins in itertools.islice(inputs.twins(sides.tree, call.tensors), TWINS):
         said = "not for one tensor given twice"
         compare("one tensor given twice", "N6", replace(call, tree=twins), said, wide=case.docket.terms.train)
@@ -140,33 +147,56 @@ def shapes(case: Case) -> None:
             break
         if sum(t.numel() for t in values) <= 4 * size + 64:
             tried += elsewhere(case, f"size {name}", values, f"not for size {name}")
-    _many_rows(case)
+    _like_none_before(case)
+    sizes = sorted({n for x in sides.first for n in x.shape if n > 1})
+    random.Random(case.docket.derived("long")).shuffle(sizes)
+    for long in sizes:
+        _many_rows(case, long, level.shapes_s / 4 / len(sizes))
 
 
-def _many_rows(case: Case) -> None:
+def _many_rows(case: Case, size: int, seconds: float) -> None:
     """N6: many more rows than in other calls, if time and results grow in proportion. Only gross errors count."""
-    sides, seconds = case.sides, case.docket.level.shapes_s / 4
-    if not sides.first or not sides.first[0].dim():
-        return
+    sides = case.sides
     usual = sum(math.prod(shape) for shape, _ in sides.outputs)
     try:
-        few = sides.witness.call(Call(sides.tree, inputs.longer(sides.first, 4, 0)), case.docket.terms.timeout)
+        few = sides.witness.call(Call(sides.tree, inputs.longer(sides.first, size, 4, 0)), case.docket.terms.timeout)
     except Raised:
         return
     results = sum(t.numel() for t in few.tensors) / max(usual, 1)
     times = min(ROWS // (sum(t.numel() for t in sides.first) + usual + 1), int(4 * seconds / (3 * few.seconds)))
     if times < 8 or results > 6:
         return
-    values = inputs.longer(sides.first, times, case.docket.derived("rows"))
+    values = inputs.longer(sides.first, size, times, case.docket.derived("rows"))
     longest = sides.longest
     try:
         terms = sides.reference.terms(sides.wide(Call(sides.tree, values)), case.docket.terms.timeout)
         sides.longest = max(longest, terms) ** 2
-        elsewhere(case, f"{times} times as many rows", values, f"not for {times} times as many rows")
+        elsewhere(case, said := f"{times} times as many rows as {size}", values, f"not for {said}")
     except Raised:
         pass
     finally:
         sides.longest = longest
+
+
+def _like_none_before(case: Case) -> None:
+    """N6: inputs of more axes, or that are broadcast; a note says if it is right for the axes of its inputs alone.
+
+    A kernel that asks for no size reads beyond an input that is broadcast, which does not make it a wrong one. What
+    gives the same wrong result whatever lies there knows that it is.
+    """
+    sides, seed = case.sides, case.docket.derived("axes")
+    values = sides.drawn("normal", "axes")
+    if case.agrees(sides.call([x.unsqueeze(0) for x in values]).forward) is False:
+        case.docket.note("it is not right for inputs of one more axis")
+    for name, few in inputs.broadcast(values, seed):
+        call = sides.call(few).forward
+        if case.agrees(call) is not False:
+            continue
+        case.docket.note(f"it is not right where {name} is broadcast")
+        with contextlib.suppress(Raised):
+            o, found = sides.witness.call(call), [sides.ask(replace(call, perturb=byte)) for byte in (0xFF, 0x7B)]
+            if not unlike(o, found[0]) and alike(*found):
+                case.docket.step("N6", f"where {name} is broadcast, it is wrong")
 
 
 def elsewhere(case: Case, name: str, values: Tensors, note: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from dataclasses import replace
@@ -14,7 +13,7 @@ from ..case import OTHER_DTYPES, Case
 from ..errors import Raised
 from ..messages import FORWARD, OPTIONAL, USES, WAYS
 from ..process import Call, Result
-from ..results import alike, identical, judged, unlike
+from ..results import alike, identical, judged
 from ..shared import needed
 from ..sides import State, Tensors
 
@@ -23,24 +22,21 @@ USES_LEAST = 4  # ways of use that are tried, however long calls take
 
 
 def first_calls(case: Case) -> None:
-    """U4, S6: when a call has returned its results are what they are, and nothing runs."""
+    """U4: when a call has returned its results are what they are. What runs meanwhile shows at the next command."""
     sides, suspect = case.sides, case.sides.suspect
     _, y = case.round("actual", sides.first)
-    asleep = suspect.settle()
+    suspect.settle()
     time.sleep(0.02)
-    busy = bool(asleep) and suspect.activity() != asleep
     changed = [not identical(a, b) for a, b in zip(y.tensors, suspect.again(y, sides.most), strict=True)]
     case.docket.step("U4", "its result changed after it had returned it" if any(changed) else "")
-    case.docket.step("S6", "it used the processor between calls" if busy else "")
 
 
 def left_behind(case: Case) -> None:
     """S3 to S6, S8: the world after a call is as the original leaves it."""
     sides = case.sides
-    case.round("actual", sides.actual("left behind", len(case.docket.verdict.lines)))
+    case.round("actual", sides.actual("left behind", case.docket.anew()))
     sides.suspect.settle()
-    left = sides.suspect.lingering()
-    case.docket.step("S6", f"it left {len(left)} processes running" if left else sides.suspect.wakes())
+    case.docket.step("S6", sides.suspect.wakes())
     case.surroundings(sides.witness, sides.suspect, sides.modes)
 
 
@@ -97,6 +93,12 @@ def _own_weights(case: Case) -> None:
     sides, suspect, timeout = case.sides, case.sides.suspect, case.docket.terms.timeout
     if sides.parameters and not suspect.state():
         case.docket.step("C2", "it has no parameters or buffers, so that it cannot be given other weights")
+    theirs, ours = _numbers_read(case), sum(t.numel() for t in sides.own.values() if inputs.is_real(t))
+    if sides.own and ours < theirs:
+        said = (
+            f"it has {ours} numbers among its parameters and buffers, and the original reads {theirs}: it keeps others"
+        )
+        case.docket.step("C2", said)
     own = {name: t for name, t in sides.own.items() if inputs.is_real(t) and needed([t]) <= suspect.shared.room}
     call = replace(sides.call(sides.drawn("normal", "own weights")).forward, seed=1)
     before = sides.ask(call)
@@ -105,9 +107,7 @@ def _own_weights(case: Case) -> None:
         suspect.adopt(state, way, timeout)
         suspect.state()  # they may lie elsewhere now
         y = sides.ask(call)
-        with sides.fresh(sides.candidate, beside=suspect) as other:
-            other.load(sides.candidate.attribute, timeout)
-            sides.build(other, sides.candidate, case.docket.terms.dtype)
+        with sides.ready(sides.candidate, beside=suspect) as other:
             other.adopt(state, "loaded", timeout)
             o = other.call(call, timeout, most=sides.most)
         near = (
@@ -121,6 +121,20 @@ def _own_weights(case: Case) -> None:
         case.docket.step("C2", failure and f"after its own weights were changed by {WAYS[way]}: {failure}")
     suspect.adopt(own, "loaded", timeout)
     suspect.state()
+
+
+def _numbers_read(case: Case) -> int:
+    """Count the numbers of the original's parameters on which its results depend."""
+    sides, found = case.sides, 0
+    call = sides.call(sides.drawn("normal", "read")).forward
+    other = sides.other_weights("moved", "read")
+    with sides.of_the_original():
+        before = sides.witness.call(call)
+        for name in sides.parameters:
+            sides.give(sides.witness, sides.state | {name: other[name]}, sides.dtype)
+            found += 0 if alike(before, sides.witness.call(call)) else sides.state[name].numel()
+        sides.give(sides.witness, sides.state, sides.dtype)
+    return found
 
 
 def _changed_little(case: Case) -> None:
@@ -215,22 +229,11 @@ def modes(case: Case) -> None:
 
 def _other_mode(case: Case, call: Call) -> None:
     """Say so if it is right only in the mode in which it is judged; others were not asked for."""
-    sides, train, timeout = case.sides, case.docket.terms.train, case.docket.terms.timeout
-    call = replace(call.forward, training=not train)
-    sides.settle_state()
+    sides, train = case.sides, case.docket.terms.train
     here, there = ("training", "evaluation") if train else ("evaluation", "training")
-    try:
-        o = sides.witness.call(call, timeout)
-    except Raised:
+    same = case.agrees(replace(call.forward, training=not train))
+    if same is None:
         return
-    known, same = case.known * 1.125, False
-    with contextlib.suppress(Raised):
-        y = sides.ask(call)
-        same = not unlike(o, y) and all(
-            a.shape == b.shape
-            and judged("", a.double() if a.is_floating_point() else a, a, b, known, sides.longest).passed
-            for a, b in zip(o.tensors, y.tensors, strict=True)
-        )
     case.docket.verdict.mode = f"{here} mode{', and evaluation mode without gradients' if same and train else ''}"
     if not same:
         case.docket.note(f"it is right in {here} mode only: in {there} mode it does not give what the original gives")
@@ -255,8 +258,10 @@ def gradients(case: Case) -> None:
     again = call("accumulated", flow="accumulated")
     compare("accumulated gradients of normal", "N7", again, "no second backward of one graph", wide=True)
     if sides.state:
-        frozen = call("frozen", frozen=True)
-        compare("frozen parameters, normal", "N7", frozen, "not with frozen parameters", wide=True)
+        half = case.docket.derived("some parameters") << 2 | 1 if sides.shares_state else -1
+        for bits in {-1, half, ~half} - {0}:
+            frozen = call("frozen", str(bits), frozen=bits)
+            compare("frozen parameters, normal", "N7", frozen, "not with frozen parameters", wide=True)
     if len(sides.outputs) > 1:
         compare("gradients of one result alone, normal", "N7", call("partly", flow="partly"), "", wide=True)
     for kind in ("x1000", "minute", "sparse", "zero rows"):
@@ -281,6 +286,8 @@ def otherwise(case: Case) -> None:
     rng, train = random.Random(docket.derived("uses")), docket.terms.train
     left_out = {*(() if train else ("jvp", "changed")), *(OTHER_DTYPES if sides.random else ())}
     left_out |= set() if sides.named(sides.tree) else {"keywords"}
+    left_out |= set() if any(t.is_complex() for t in sides.first) else {"conjugate"}
+    left_out |= set() if sum(map(inputs.is_real, sides.first)) > 1 else {"overlapping"}
     uses = [use for use in USES if use not in left_out]
     rng.shuffle(uses)
     began, tried, foreign = sum(sides.suspect.processor_time()), 0, []
@@ -309,14 +316,13 @@ def otherwise(case: Case) -> None:
 
 def _plain_sum(case: Case) -> None:
     """N7: what flows back from a sum of all results, one number for all of them, of which nothing may be left."""
-    sides, timeout = case.sides, case.docket.terms.timeout
+    sides = case.sides
     call = sides.call(sides.drawn("normal", "sum"))
     ones = [torch.ones((), dtype=t.dtype).expand(t.shape) for t in call.cotangents]
     call = replace(call, cotangents=ones)
     sides.settle_state()
     with sides.of_the_original():
-        o = sides.witness.call(call, timeout)
-        r = o if sides.random else sides.reference.call(sides.wide(call), timeout)
+        o, r = sides.originals(call)
     y = sides.ask(call)
     case.metadata(o, y)
     each = list(zip(r.tensors, o.tensors, y.tensors, strict=True))
