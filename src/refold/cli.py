@@ -206,7 +206,10 @@ def verify(
     allow_unsandboxed: Annotated[
         bool, typer.Option("--allow-unsandboxed", help="Run the candidate even without a sandbox.")
     ] = False,
-    log: Annotated[Path | None, typer.Option(help="Write one line of JSON per check.", show_default=False)] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="Write one line of JSON per check; - prints them instead of the text.", show_default=False),
+    ] = None,
     replay: Annotated[
         Path | None, typer.Option(help="Repeat the trial that a log recorded.", show_default=False)
     ] = None,
@@ -252,10 +255,10 @@ def verify(
             verdict = judge.judge(original, candidate, dtype=dtype, **options)
     if trace is not None:
         _write("--trace", trace, "".join(json_module.dumps(each) + "\n" for each in traces))
-    if log is not None:
+    if log is not None and str(log) != "-":
         _write("--log", log, verdict.to_jsonl())
-    typer.echo(str(verdict))
-    if then is not None:
+    typer.echo(str(verdict) if str(log) != "-" else verdict.to_jsonl().rstrip())
+    if then is not None and str(log) != "-":
         same = (verdict.outcome, verdict.check) == (then.outcome, then.check)
         earlier = printable(f"{then.outcome} {then.check} {then.reason}".rstrip())
         typer.echo("  then         " + ("the same" if same else earlier))
@@ -397,10 +400,10 @@ def _refuse_given(context: typer.Context, names: Iterable[str], why: str) -> Non
 
 def _check_writable(path: Path | None, option: str = "--json") -> None:
     """Refuse a file that cannot be written before there is anything to write."""
-    if path is None or (str(path) == "-" and option == "--json"):
+    if path is None or (str(path) == "-" and option in ("--json", "--log")):
         return
     if str(path) == "-":
-        raise _Refusal(f"{option} needs a file; only --json can be printed to standard output")
+        raise _Refusal(f"{option} needs a file; only --json and --log can be printed to standard output")
     if path.is_dir():
         raise _Refusal(f"{option} {path} cannot be written: it is a directory")
     if not path.parent.is_dir():

@@ -282,3 +282,13 @@ def test_progress_can_have_times(layer, here):
     done = here("explain", layer, "-v")
     assert re.match(r" +\d+\.\d\d s  loading", done.stderr)
     assert here("explain", layer, "-v", "-q").returncode == 2
+
+
+def test_a_wrong_program_is_refused_in_words_and_in_lines_of_json(here, layer):
+    wrong = LAYER.replace("class Model(", "class ModelNew(").replace(".sum(-1)", ".sum(-1) * 2")
+    (layer.parent / "wrong.py").write_text(wrong)
+    text, lines = (here("verify", layer, "wrong.py", "--level", "quick", *log) for log in ((), ("--log", "-")))
+    assert text.returncode == lines.returncode == 1
+    assert "rounding plays no part here" in text.stdout  # an error of one is no matter of precision
+    *_, last = map(json.loads, lines.stdout.splitlines())
+    assert (last["outcome"], last["check"]) == ("refused", "N1")
