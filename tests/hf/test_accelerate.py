@@ -616,6 +616,8 @@ def test_one_instance_once_and_back(name):
     assert f"{len(layers)} x {type(layers[0]).__name__} replaced" in str(summary)
     assert summary.kept == {}
     summary.undo()
+    assert "undone" in str(summary)
+    assert "replaced" not in str(summary)
     assert state_of(model) == before
     with torch.no_grad():
         assert torch.equal(model(ids, use_cache=False).logits, expected)

@@ -292,7 +292,7 @@ def test_what_is_said_of_calls_without_a_graph():
         model(ids_of(1, 1), use_cache=True)
         with torch.autocast("cpu"):
             model(ids_of(1, 1), cache_params=cache, use_cache=True)
-    assert "1 tokens without a graph: gradients are on" in str(summary)
+    assert "1 tokens by ordinary calls: gradients are on" in str(summary)
     assert "no cache was given" in str(summary)
     assert "autocast is on" in str(summary)
 

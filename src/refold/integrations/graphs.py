@@ -313,7 +313,7 @@ class Graphs:
         for step in self.steps.values():
             room = f", room for {step.capacity} tokens" if step.capacity else ""
             lines.append(f"    graph of {len(step.inputs['input_ids'])} rows: {step.bytes / 2**20:.0f} MiB{room}")
-        return "\n".join([*lines, *(f"  {n} tokens without a graph: {why}" for why, n in self.ordinary.items())])
+        return "\n".join([*lines, *(f"  {n} tokens by ordinary calls: {why}" for why, n in self.ordinary.items())])
 
     def call(self, model: Any, ordinary: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run a call of the model, by a graph where `refusal` finds no reason against it."""

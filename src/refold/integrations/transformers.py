@@ -162,6 +162,8 @@ class Acceleration:
     def __str__(self) -> str:
         """Return one line per kind of layer that was replaced, and one per reason for layers that were not."""
         lines = [f"refold.accelerate: {type(self.model).__name__}, transformers {_version()}"]
+        if self.replaced and not self._changed:
+            return f"{lines[0]}: undone, everything is as it was"
         replaced = Counter([*self.replaced.values(), *self.norms.values()])
         lines += [f"  {count:4} x {kind} replaced" for kind, count in replaced.items()]
         for reason, count in Counter(self.kept.values()).items():
