@@ -105,7 +105,7 @@ def generate_text(
         MissingDependency: an optional package is needed and not installed.
     """
     if (prompt is None) == (token_ids is None):
-        raise ArgumentError("give either --prompt or --token-ids.")
+        raise ArgumentError("give one of --prompt, --prompt-file and --token-ids.")
     check_stop_strings(stop_strings)
     if stop_strings and prompt is None:
         raise ArgumentError("--stop-string ends a text; with --token-ids, use --stop.")

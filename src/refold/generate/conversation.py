@@ -10,7 +10,7 @@ from torch import Tensor
 from refold.generate.generator import writing
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Conversation:
     """What a batch of rows has read: ``state``, ``logits (b, vocab)`` of each next token, and tokens ``seen``.
 

@@ -20,7 +20,7 @@ from refold.models.jax import model_for, stack_layers, take_layers_apart, to_dev
 __all__ = ["NO_TOKEN", "Conversation", "Generator"]
 
 
-@dataclass
+@dataclass(repr=False)
 class Conversation:
     """What a batch of rows has read: ``state``, ``logits (b, vocab)`` of each next token, and tokens ``seen``.
 

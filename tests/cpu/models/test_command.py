@@ -96,7 +96,7 @@ def test_a_prompt_comes_from_a_file_or_from_standard_input(checkpoint: Path, tmp
     [
         (["--prompt", "w1", "--prompt-file", "-"], "either --prompt or --prompt-file"),
         (["--prompt-file", "no-such-file"], "cannot be read: No such file"),
-        (["--prompt", "w1", "--token-ids", "1"], "either --prompt or --token-ids"),
+        (["--prompt", "w1", "--token-ids", "1"], "one of --prompt, --prompt-file and --token-ids"),
         (["--token-ids", "one"], "integers"),
         (["--token-ids", ""], "empty"),
         (["--token-ids", "64"], "token id 64"),
