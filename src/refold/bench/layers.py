@@ -14,7 +14,7 @@ import refold
 from refold import ops
 
 from ..compat import PACKAGES
-from ..errors import DeviceError
+from ..errors import DeviceError, MissingDependency
 from ..verify import Function
 from . import peers
 from .fusion_example import source
@@ -109,6 +109,8 @@ def _split_scan(
     """Call mamba-ssm's function for a whole Mamba-2 layer in training."""
     if not projected.is_cuda:
         raise DeviceError("mamba-ssm's kernels need a GPU")
+    if why := peers.absent("causal_conv1d_cuda"):
+        raise MissingDependency(f"mamba-ssm's layer needs the package causal-conv1d: {why}")
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
     return mamba_split_conv1d_scan_combined(
