@@ -33,14 +33,17 @@ def imported(path):
 
 def test_a_group_guards_what_its_tests_import():
     words = ("mark.exhaustive", "mark.rows", "support.products", "support.examples")
+    groups = {n: tests for n, (tests, _) in exhaustive.GROUPS.items() if n not in exhaustive.ONCE_MORE}
+    seen = set()
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if {"gpu", "null"} & {*path.parts} or not any(word in path.read_text() for word in words):
             continue
-        groups = {n: tests for n, (tests, _) in exhaustive.GROUPS.items() if n not in exhaustive.ONCE_MORE}
         (group,) = [n for n, tests in groups.items() if any(path.is_relative_to(ROOT / one) for one in tests)]
+        seen.add(group)
         kept = [ROOT / folder for folder in exhaustive.guarded(group)]
         missing = {module for module in imported(path) if not any(module.is_relative_to(one) for one in kept)}
         assert not missing, f"{group} does not guard what {path.name} imports: {missing}"
+    assert seen == set(groups)  # pytest fails where it finds no test
 
 
 def test_a_change_makes_a_group_due(tmp_path, monkeypatch):

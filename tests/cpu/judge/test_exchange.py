@@ -71,6 +71,7 @@ def _files(folder, solution, definition=DEFINITION):
     return paths
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("solution", "status"),
     [
