@@ -147,7 +147,7 @@ class Reroller(LoopVectorizer):
         if sample.target is aten.copy.default and all(plain_copy(step) for step in steps):
             self.members.update(steps)
             return self._list(tuple(step.args[1] for step in steps), frame, depth + 1, peeled)
-        if (read := self._read(steps)) is not None:
+        if (read := self._read(steps, frame, depth, peeled)) is not None:
             self.members.update(steps)
             return read
         rows = [list(_leaves((step.args, step.kwargs))) for step in steps]
@@ -238,12 +238,15 @@ class Reroller(LoopVectorizer):
 
     # Reads -----------------------------------------------------------------------------------
 
-    def _read(self, steps: tuple[Node, ...]) -> Value | None:
-        """Match slices of one tensor at positions in arithmetic progression."""
+    def _read(self, steps: tuple[Node, ...], frame: _Frame, depth: int, peeled: int) -> Value | None:
+        """Match slices of one tensor, or of equal views, at positions in arithmetic progression."""
         parts: list[Any] = [_slice_of(step) for step in steps]
-        if parts[0] is None or any(part is None or part[:2] != parts[0][:2] for part in parts):
+        if parts[0] is None or any(part is None or part[1] != parts[0][1] for part in parts):
             return None
-        source, dim, start, stop, keep = parts[0]
+        whole = self._list(tuple(part[0] for part in parts), frame, depth + 1, peeled)
+        if isinstance(whole, Affine) or whole.has_time:
+            return None
+        source, (_, dim, start, stop, keep) = whole.node, parts[0]
         starts = [part[2] for part in parts]
         if all(part == parts[0] for part in parts):
             return None  # the same positions at every step

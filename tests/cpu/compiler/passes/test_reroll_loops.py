@@ -64,7 +64,18 @@ def ema_time_first(x, a):
     return torch.stack(out)
 
 
-SPELLINGS = [ema_for, ema_zip, ema_walrus, ema_preallocated, ema_reads_its_output, ema_slices, ema_time_first]
+def ema_views_made_anew(x, a):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = a * h + (1 - a) * x.transpose(0, 1)[t]
+        out.append(h)
+    return torch.stack(out, dim=1)
+
+
+SPELLINGS = [
+    ema_for, ema_zip, ema_walrus, ema_preallocated, ema_reads_its_output, ema_slices, ema_time_first,
+    ema_views_made_anew,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
