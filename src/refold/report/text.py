@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from .model import Contents, GraphReport, RewriteReport
 
-UNDECIDED = "too near to decide alone"
+UNDECIDED = "too uncertain to decide alone"
 _MARK = {"applied": "+", "found": "*", "refused": "-"}
 
 

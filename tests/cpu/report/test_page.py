@@ -202,10 +202,10 @@ def test_save_writes_what_the_name_says(report, tmp_path):
 
 def test_a_rewrite_whose_own_time_decides_nothing_says_so(report):
     """Else one that is kept, and timed as slower, looks like an error."""
-    assert "too near to decide" not in str(report) + report.to_html()
+    assert "too uncertain to decide" not in str(report) + report.to_html()
     change_first(report, speedup=0.98, at_least=0.93)
     for shown in (str(report), report.to_html()):
-        assert "0.98x as fast, at least 0.93x; too near to decide alone" in shown
+        assert "0.98x as fast, at least 0.93x; too uncertain to decide alone" in shown
 
 
 def test_text_and_page_say_the_same(report):
