@@ -66,7 +66,7 @@ ADVICE = {
     "M2": "return what the original returns: the same nesting, names, shapes and dtypes",
     "M3": "return the result with the original's strides, or contiguous",
     "M4": "let gradients flow to what the original lets them flow to; detach nothing else",
-    "N1": "compute in the dtype of the inputs, and sum in float32 or better",
+    "N1": "check the formula on these inputs; compute in their dtype, and sum in float32 or better",
     "N2": "look for a wrong index or a dropped term: rounding plays no part here",
     "N4": "do not assume signs, sizes or density of the inputs; subtract the maximum before an exponential",
     "N5": "let NaN and infinities through, or judge with --nonfinite finite-only",
