@@ -308,6 +308,18 @@ def test_every_operator_is_exported_to_onnx(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(a), b, rtol=1e-4, atol=1e-5)
 
 
+def test_layers_that_write_twice_a_token_are_one_graph() -> None:
+    torch._dynamo.reset()
+    x, gate = torch.randn(1, 8, 2, 4), -torch.rand(1, 8, 2, 4)
+    twice, strength = x.repeat(1, 2, 1, 1), torch.rand(1, 16, 2)
+    for op, given in (
+        ("rwkv7", (x, gate, x, x, gate, x)),
+        ("delta_product", (x, twice, twice, gate[..., 0], strength)),
+    ):
+        compiled = torch.compile(getattr(ops, op), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*given), getattr(ops, op)(*given))
+
+
 def test_errors_reach_the_caller_of_a_compiled_function() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(ssd_layer, backend="eager", fullgraph=True)

@@ -6,7 +6,7 @@ belongs to the first write of a token, the query to the last.
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
 from typing import Any, Generic, TypedDict, Unpack
 
 from refold.errors import ShapeError
@@ -219,9 +219,9 @@ def _expect(op: str, g: Any, rank: int, axes: str) -> None:
 
 
 def _namespace(array: Any) -> Any:
-    """Import the module that has the functions of an array's framework."""
+    """Give the module that has the functions of an array's framework, which is imported: Dynamo traces no imports."""
     framework = framework_of_type(type(array))
-    return import_module("jax.numpy" if framework == "jax" else framework or "numpy")
+    return sys.modules["jax.numpy" if framework == "jax" else framework or "numpy"]
 
 
 def _interleave(*arrays: Any) -> Any:
