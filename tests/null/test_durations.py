@@ -53,6 +53,9 @@ def test_one_row_in_so_many_is_not_exhaustive(run):
         "@pytest.mark.parametrize(('i', 'j'), [(k, k) for k in range(6)])\n"
         "@pytest.mark.parametrize('k', range(6))\n"
         "def test_products(i, j, k): print('product', i, k)\n"
+        "@pytest.fixture(params=range(6))\n"
+        "def way(request): pass\n"
+        "def test_fixtures(way): pass\n"
         "@pytest.mark.parametrize('i', [0])\n"
         "def test_single(i): pass\n"
         "@pytest.mark.rows(1)\n"
@@ -62,6 +65,6 @@ def test_one_row_in_so_many_is_not_exhaustive(run):
         "def test_by_itself(i): pass\n",
         *("-m", "not exhaustive", "-s"),
     )
-    result.assert_outcomes(passed=3 + 12 + 1 + 5 + 2, deselected=6 + 24 + 1)
+    result.assert_outcomes(passed=3 + 12 + 2 + 1 + 5 + 2, deselected=6 + 24 + 4 + 1)
     found = set(re.findall(r"product (\d) (\d)", result.stdout.str()))
     assert [{row[at] for row in found} for at in (0, 1)] == [set("012345")] * 2

@@ -47,10 +47,11 @@ def few(names: str | tuple[str, ...], rows: Sequence[Any], kept: Sequence[Any]) 
 
 def _places(rows: Sequence[pytest.Item]) -> list[int]:
     """Number the rows of a test; in a product, by the sum of the numbers of the values, which so take turns."""
-    names = [mark.args[0] for mark in rows[0].iter_markers("parametrize")]
+    given = [mark.args[0] for mark in rows[0].iter_markers("parametrize")]
+    names = [[name.strip() for name in one.split(",")] if isinstance(one, str) else one for one in given]
+    names += [[name] for name in rows[0].callspec.params if not any(name in own for own in names)]  # of fixtures
     places = [0] * len(rows)
-    for one in names:
-        own = [name.strip() for name in one.split(",")] if isinstance(one, str) else one
+    for own in names:
         seen: dict[str, int] = {}
         for i, row in enumerate(rows):
             places[i] += seen.setdefault(repr([row.callspec.params[name] for name in own]), len(seen))

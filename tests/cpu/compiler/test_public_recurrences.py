@@ -15,7 +15,7 @@ from refold.compiler.session import GraphCompile
 from refold.report import GraphReport
 from support.agreement import check
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(4)
 
 STEPS = 21
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient

@@ -13,7 +13,7 @@ from refold.compiler.recurrence.affine import LoopVectorizer, clamp_shares
 from refold.compiler.recurrence.vectorize import Value
 from support.agreement import check, outputs, rewritten
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(4)
 
 BATCH, STEPS, CHANNELS, HEADS, HEAD = 2, 24, 6, 2, 4
 

@@ -41,7 +41,7 @@ from support.scans import Described
 from support.trained import inferred, trained
 from support.trial import no_code
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(4)
 
 SCAN = "fuse chunked scan"
 SKIP = "absorb skip"

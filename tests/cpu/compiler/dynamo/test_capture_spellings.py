@@ -8,7 +8,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 import refold
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(4)
 
 B, T, D = 2, 40, 5
 

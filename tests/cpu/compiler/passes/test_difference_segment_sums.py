@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(4)
 
 
 def segment_sum(a, diagonal=-1):

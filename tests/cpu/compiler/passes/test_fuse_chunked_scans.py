@@ -25,7 +25,7 @@ from support.chunked import (
     repeat_groups,
 )
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(4)
 
 NAME = "fuse chunked scan"
 
