@@ -167,6 +167,14 @@ def test_published_results_stand_next_to_their_own_code_or_a_reason(toy, tmp_pat
     assert (alone["ratio"], alone["of_fastest"], alone["not_run"]) == (1.5, 1.5, {})
     assert "nothing to measure" in run("run", "published", "--cpu", "--out", str(out), "--resume").stderr
 
+    def too_large(**options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    monkeypatch.setattr(suites.Suite, "load", lambda self: too_large)
+    (alone,) = published.published(device="cpu", peers=str(tmp_path))
+    assert alone["not_run"]["refold"] == "not run: OutOfMemoryError: CUDA out of memory"
+
 
 @pytest.mark.parametrize("part", [part for parts in published.PARTS.values() for part in parts])
 def test_parts_of_published_results_name_options_of_their_suites(part):
