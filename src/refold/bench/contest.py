@@ -43,7 +43,11 @@ def take_turns(runs: Mapping[str, Turn], rounds: int, device: torch.device, call
     call, and the L2 cache is overwritten then.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    flush = torch.empty(1 << 28, dtype=torch.float32, device=device) if device.type == "cuda" else None
+    flush = None
+    if device.type == "cuda":
+        # What lies in a large block that is free would split it, and the next program that needs all of it fails.
+        torch.cuda.empty_cache()
+        flush = torch.empty(1 << 28, dtype=torch.float32, device=device)
     for i in range(rounds + 2):
         for name, run in runs.items():
             if i > 4 and times[name][0] > SLOW_MS:
