@@ -174,6 +174,7 @@ def test_published_results_stand_next_to_their_own_code_or_a_reason(toy, tmp_pat
     monkeypatch.setattr(suites.Suite, "load", lambda self: too_large)
     (alone,) = published.published(device="cpu", peers=str(tmp_path))
     assert alone["not_run"]["refold"] == "not run: OutOfMemoryError: CUDA out of memory"
+    assert alone["not_run"]["theirs"] == alone["not_run"]["refold"]
 
 
 @pytest.mark.parametrize("part", [part for parts in published.PARTS.values() for part in parts])

@@ -150,8 +150,9 @@ def published(
                         if found and found["result"] in results:
                             yield {"part": name, **found}
         except torch.OutOfMemoryError as error:  # the other parts are measured
-            lacks = {"not_run": {part.ours: f"not run: {first_line(error, 200)}"}}
-            yield {"part": name, **judged(part, {"case": name, "times_ms": {}, **lacks})}
+            why = f"not run: {first_line(error, 200)}"
+            lacks = {"case": name, "times_ms": {}, "not_run": dict.fromkeys((part.ours, part.rival), why)}
+            yield {"part": name, **judged(part, lacks)}
 
 
 def _text(value: Any) -> str:
