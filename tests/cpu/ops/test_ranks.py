@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import refold.ops as ops
 from refold.errors import ArgumentError, RefoldError
 from refold.ops.spec import Example, load
+from refold.ops.ssd.spec import EVERY
 from refold.ops.testing.problems import EPS, problem
 from refold.ops.torch import ranks
 from refold.ops.torch.cuts import LAYOUTS, Cut, pieces
@@ -123,7 +124,7 @@ CHOICES = {
 """What options may be, besides what they are if they are not given."""
 
 
-def mixes(name, count):
+def mixes(name, count, dtypes=("float64", "float64", "float32", "bfloat16")):
     """Yield problems of random sizes, arguments, options, documents and cuts over three ranks, some in 16 bits."""
     spec, made, seed = load(name), 0, 0
     while made < count:
@@ -138,7 +139,7 @@ def mixes(name, count):
             {o.name: rng.choice([o.default, *CHOICES.get(o.name, ())]) for o in spec.options},
             tuple(np.diff(ends).tolist()) if packed else (), {a.name: rng.randrange(len(a.axes)) for a in spec.args},
         )  # fmt: skip
-        problem_ = problem(spec, case, rng.choice(["float64", "float64", "float32", "bfloat16"]))
+        problem_ = problem(spec, case, rng.choice(dtypes))
         try:
             problem_.meta()
         except RefoldError:  # what shapes something else that is not given
@@ -222,6 +223,51 @@ def mixed(group, share):
         for label, arrays, options, *cut in mixes(name, 16 // share):
             for line in compare(name, arrays, options, group, *cut, again=True):
                 yield f"{name} {label}: {line}"
+
+
+def walked(rank, size, share):
+    """Yield how kernels for what enters differ from one device, and which bugs in them are not seen."""
+    from refold.ops.ssd import _triton_enter as kernels
+    from refold.ops.ssd.tables import ENTER
+
+    group, hook, ran = dist.group.WORLD, ranks._Call.hook, []
+
+    def seen(call, name, part, **given):
+        ran.append(name)
+        return hook(call, name, part, **given)
+
+    def differences(label, arrays, options, *cut):
+        return [f"{label}: {line}" for line in compare("ssd", arrays, options | {"backend": "triton"}, group, *cut)]
+
+    found = {"walked": []}
+    with mock.patch.dict(ENTER.default, block=4, walkers=2), mock.patch.object(ranks._Call, "hook", seen):
+        for label, arrays, options, *cut in mixes("ssd", 8 // share, ["float32", "bfloat16"]):
+            found["walked"] += differences(label, arrays, options, *cut, True)
+            strong = forgetful(arrays, options)
+            found["walked"] += differences(f"{label}, fading", strong, options, *cut)
+        found["walked"] += [f"{name} never ran" for name in ranks.HOOKS if name not in ran]
+        case = Example("every", {"b": 1, "t": 50, "h": 2, "p": 3, "g": 1, "n": 4}, EVERY, {}, (3, 35, 12))
+        made = problem(load("ssd"), case)
+        arrays = {n: torch.tensor(a).to(getattr(torch, made.dtype_of(n))) for n, a in made.arrays.items()}
+        arrays["A"] *= 0.1
+        given = arrays, {}, [10, 33, 7], "contiguous", True, 8 * made.tolerance()
+        found["walked"] += differences("every", *given, True)
+        decays, following, tokens = kernels._decays, kernels._next, kernels._tokens
+        bugs = {
+            "nothing decays between blocks": (kernels, "_next", lambda sums, base, *rest: base),
+            "nothing decays before blocks": (kernels, "_decays", lambda *a: decays(*a[:3], a[3] * 0.0, *a[4:])),
+            "another's blocks": (kernels, "_next", lambda sums, base, block, *a: following(sums, base, block * 0, *a)),
+            "documents do not end": (kernels, "_tokens", lambda end, seqlen: tokens(None, seqlen)),
+            "no gate": (kernels, "silu", lambda z: z * 0.0 + 1.0),
+            "too short": (ranks, "NEGLIGIBLE", 2.0**22),
+        }
+        found["bugs"] = {}
+        for bug, (owner, name, replacement) in bugs.items():
+            with mock.patch.object(owner, name, replacement):
+                found["bugs"][bug] = differences("every", *given)
+        told = [None] * size
+        dist.all_gather_object(told, found)
+    return told
 
 
 def family(group):
@@ -385,6 +431,15 @@ def results(tmp_path_factory, request):
 @pytest.mark.parametrize("name", [*NAMES, "family", "mixed", "faded"])
 def test_equals_one_device(results, name):
     assert [line for found in results[0] for line in found.get(name, ())] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["some", "all"])
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_triton_interpreted")
+def test_kernels_for_what_enters(share, tmp_path):
+    told = on_ranks(3, partial(walked, share=share), tmp_path)[0]
+    assert [line for found in told for line in found["walked"]] == []
+    assert [bug for bug in told[0]["bugs"] if not any(found["bugs"][bug] for found in told)] == []
 
 
 def test_ranks_that_disagree_all_stop(results):

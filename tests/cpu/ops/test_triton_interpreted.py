@@ -59,6 +59,13 @@ def test_contract_interpreted(rows: str) -> None:
 
 @pytest.mark.slow
 @ONCE_OR_ALL
+def test_ranks_interpreted(rows: str) -> None:
+    """What kernels add where ranks share a sequence."""
+    assert "skipped" not in passed(str(Path(__file__).with_name("test_ranks.py")), "-k", "what_enters", "-m", rows)
+
+
+@pytest.mark.slow
+@ONCE_OR_ALL
 def test_sweeps_interpreted(rows: str) -> None:
     """The sweeps of coupled carries and of running maxima, as a GPU runs them."""
     file = Path(__file__).parent.parent / "compiler" / "test_systems.py"

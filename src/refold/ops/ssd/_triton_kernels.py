@@ -41,6 +41,45 @@ def load_decay(decay_ptr, row, offs_t, CHUNK: tl.constexpr, PARTS: tl.constexpr)
 
 
 @triton.jit
+def load_steps(
+    dt_rows, dt_bias_ptr, offs_h, heads, inside, stride_dt_t, stride_dt_h, dt_min, dt_max, SOFTPLUS: tl.constexpr
+):
+    """Return steps (heads, tokens from ``dt_rows`` on) after bias, softplus and limits; 0 for what is not inside."""
+    offs_t = tl.arange(0, inside.shape[0])
+    mask = heads[:, None] & inside[None, :]
+    step = tl.load(dt_rows + offs_t[None, :] * stride_dt_t + offs_h[:, None] * stride_dt_h, mask=mask, other=0.0)
+    step = step.to(tl.float32)
+    if dt_bias_ptr is not None:
+        step += tl.load(dt_bias_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)[:, None]
+    if SOFTPLUS:
+        step = softplus(step)
+    return tl.where(mask, clip(step, dt_min, dt_max), 0.0)
+
+
+@triton.jit
+def load_rates(A_ptr, offs_h, heads):
+    """Return rates of heads; one of -inf must not make NaN of the tokens that fill a chunk, whose step is zero."""
+    return clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
+
+
+@triton.jit
+def log2_decays(step, A):
+    """Return log2 of decays, float64, at least -256: that leaves nothing, and less would lose what sums add to it."""
+    log2 = step.to(tl.float64) * A.to(tl.float64)[:, None] * tl.full((1, 1), LOG2E, tl.float64)
+    return clip(log2, -256.0, 256.0)
+
+
+@triton.jit
+def load_log2_decays(
+    dt_rows, A_ptr, dt_bias_ptr, offs_h, heads, inside, stride_dt_t, stride_dt_h, dt_min, dt_max,
+    SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """Return `log2_decays` of `load_steps`."""
+    step = load_steps(dt_rows, dt_bias_ptr, offs_h, heads, inside, stride_dt_t, stride_dt_h, dt_min, dt_max, SOFTPLUS)
+    return log2_decays(step, load_rates(A_ptr, offs_h, heads))
+
+
+@triton.jit
 def chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
     """Return start, length, sequence and flags of a chunk."""
     if VARLEN:
@@ -125,21 +164,13 @@ def _ssd_fwd_prepare_kernel(
         offs_h = (pid_g - ngroups) * BLOCK_H + tl.arange(0, BLOCK_H)
         heads = offs_h < nheads
         dt_rows = dt_ptr + pid_b * stride_dt_b + start * stride_dt_t
-        mask = heads[:, None] & inside[None, :]
-        step = tl.load(dt_rows + offs_t[None, :] * stride_dt_t + offs_h[:, None] * stride_dt_h, mask=mask, other=0.0)
-        step = step.to(tl.float32)
-        if dt_bias_ptr is not None:
-            step += tl.load(dt_bias_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)[:, None]
-        if SOFTPLUS:
-            step = softplus(step)
-        step = tl.where(mask, clip(step, dt_min, dt_max), 0.0)
-        # A rate of -inf must not make NaN of the tokens that fill a chunk, whose step is zero.
-        A = clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
+        step = load_steps(
+            dt_rows, dt_bias_ptr, offs_h, heads, inside, stride_dt_t, stride_dt_h, dt_min, dt_max, SOFTPLUS
+        )
+        A = load_rates(A_ptr, offs_h, heads)
         rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
-        # A token that decays by 2^-256 leaves nothing; the sum with a larger one would lose what comes after it.
         if PARTS == 2:
-            log2_decay = step.to(tl.float64) * A.to(tl.float64)[:, None] * tl.full((1, 1), LOG2E, tl.float64)
-            total = tl.cumsum(clip(log2_decay, -256.0, 256.0), axis=1)
+            total = tl.cumsum(log2_decays(step, A), axis=1)
             decay = total.to(tl.float32)
             low = (total - decay.to(tl.float64)).to(tl.float32)
         else:

@@ -31,3 +31,10 @@ kernels in Gluon the stages, the states per program and, of the first one, the r
 
 STEP = Table({"tile": 2048, "warps": 4, "few": 256, "few_tile": 1024, "few_warps": 1})
 """Keys: tile (state elements per program) and warps; the same where there are fewer states than ``few``."""
+
+ENTER = Table(
+    {"block": 32, "block_p": 64, "gradient_p": 32, "tile": 8192, "walkers": 32, "slots": 8, "warps": 4},
+    dtypes={"float32": {"block_p": 32, "precision": "bf16x6"}},
+)
+"""Keys: as of the forward; block (tokens), gradient_p (channels per program for the gradient), walkers (at most, of a
+head and its block of channels). Products of 32 rows are not the asynchronous ones, whose tiles must be copied ahead."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,13 +177,16 @@ def agree(
     return [row[1] for row in told]
 
 
-def all_gather(cut: Cut, row: Tensor) -> Tensor:
-    """Return the rows of all ranks, ``(n, ...)``; each passes one of the same shape."""
+def all_gather(cut: Cut, row: Tensor, meanwhile: Callable[[], object] = lambda: None) -> Tensor:
+    """Return the rows of all ranks, ``(n, ...)``; each passes one of the same shape, and does something meanwhile."""
     flat = row.contiguous().view(torch.uint8).flatten() if row.dim() else row
     if cut.size == 1 or not flat.numel():
+        meanwhile()
         return row.expand(cut.size, *row.shape)
     told = flat.new_empty(cut.size * flat.numel())
-    _ALL_GATHER(told, flat, group=cut.group)
+    sending = _ALL_GATHER(told, flat, group=cut.group, async_op=True)
+    meanwhile()
+    sending.wait()
     return told.view(row.dtype).view(cut.size, *row.shape)
 
 

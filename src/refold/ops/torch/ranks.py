@@ -6,7 +6,8 @@ compute their tokens from zero at once. One all-gather tells them all U and M; e
 computes again, from the state that enters, the tokens that this state reaches: its reach (`_Call.look`). Where states
 decay, these are few, and M is zero. The gradient of a state goes back in the same way, by the transposed maps: that of
 the state that enters comes from the tokens that it reaches; again one all-gather, then the operator's own backward. No
-gradient passes through M and U: the maps are numbers, and the last pass holds every use of the arguments.
+gradient passes through M and U: the maps are numbers, and the last pass holds every use of the arguments. A backend
+with `HOOKS` adds what the state adds to results that are there, and finds the reach itself: the host does not wait.
 
 Of a pack, only the document that is open at the end of a rank's tokens is told. The others are in the call of that rank
 as sequences without tokens. docs/scale.md says who has which rows of states, and which gradients are partial sums.
@@ -20,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -32,7 +34,7 @@ from refold.ops.spec import CU_SEQLENS, Arg, Carry, Meta, OpSpec, all_specs, che
 from refold.ops.torch import sharded
 from refold.ops.torch.cuts import Cut, Piece, agree, all_gather, cut_of_node, node_of, pieces
 from refold.ops.torch.nodes import define, differentiate, refuse_derivative
-from refold.ops.torch.registry import OPS, prepared
+from refold.ops.torch.registry import OPS, prepared, signature_of
 from refold.ops.torch.spoiled import spoil
 
 INITIAL = "initial_state"
@@ -40,14 +42,25 @@ INITIAL = "initial_state"
 NEGLIGIBLE = 2.0**-10
 """What is left of a state counts as nothing if it is less than this part of its rounding."""
 
+ALIGNED = 32
+"""Rows of numbers on their way have a multiple of so many, so that kernels can read states where they arrive."""
+
 FORGOTTEN = -0.0
 """In a map, what a reset makes of a state: nothing, whatever it was. A factor of zero is 0.0, and keeps a NaN."""
 
 STEPS = {"cuda": 256}
 """Tokens in steps of which a device tells reaches; one by one where it has no entry."""
 
-_DESCRIBED: dict[Any, tuple[Meta, Carry, torch.dtype]] = {}
+HOOKS = "leave", "enter", "enter_backward"
+"""Functions that a backend may have: what tokens leave, what a state that enters adds to results, and its gradient."""
+
+_DESCRIBED: dict[Any, tuple[Meta, Carry, torch.dtype, dict[str, Any] | None]] = {}
 """What is known of the arguments of a call, by all that it depends on: finding out takes half of the host's time."""
+
+_PLANS: dict[Any, Callable[..., Any]] = {}
+"""The plans of `HOOKS`, by signature."""
+
+_LIMIT = 4096  # Entries of either.
 
 
 @cache
@@ -96,6 +109,7 @@ class _Part:
             self.enters = begin > 0 and offsets.take(self.first) < begin  # a document is open where the run begins
             self.through = begin > 0 and offsets.take(self.last) < begin  # and it is the one that is open at its end
             self.entered_end = ends.take(self.first)
+            self.entered_tokens = (self.entered_end - begin).clamp(max=self.count) * self.enters
             self.own = ((ends > begin) if begin else (ends >= 0)) & (ends <= end)  # documents that end here
 
     def some(self, begin: int, end: int) -> _Part:
@@ -137,11 +151,12 @@ class _Call:
         key = self.backend, *[a if a is None else (a.shape, a.dtype, a.device) for a in inputs[:count]]
         key = spec.name, str(self.options), *key
         if (found := _DESCRIBED.get(key)) is None:
-            if len(_DESCRIBED) > 4096:
-                _DESCRIBED.clear()
-            meta, carry = _described(spec, self.arrays, self.options, self.backend)
-            found = _DESCRIBED[key] = meta, carry, _state_dtype(spec, meta)
-        self.meta, self.carry, self.dtype = found
+            meta, carry, module = _described(spec, self.arrays, self.options, self.backend)
+            hooks = {name: getattr(module, name, None) for name in HOOKS}
+            usable = None not in hooks.values() and 0 not in _map_shape(spec, meta, carry)
+            found = meta, carry, _state_dtype(spec, meta), hooks if usable else None
+            _remember(_DESCRIBED, key, found)
+        self.meta, self.carry, self.dtype, self.hooks = found
         self.wide = spec.written_options(list(_wide(self.options).values()))
         self.offsets = self.arrays.get(CU_SEQLENS)
         self.window = self.meta.sizes["w"] - 1 if self.carry.kind == "window" else None
@@ -151,6 +166,10 @@ class _Call:
         self.parts = [_Part(p, self.offsets, p.end == self.total) for p in parts]
         self.mine = [part for part in self.parts if part.piece.rank == self.cut.rank]
         self.slots = [p for p in self.pieces if p.rank == self.cut.rank]
+        self.done: dict[Piece, tuple[Tensor, Tensor]] = {}
+        """Results as if zeros entered."""
+        self.maps: dict[Piece, Tensor] = {}
+        self.sums: dict[Piece, Tensor] = {}
         self.reach: dict[Piece, Any] = dict(zip(self.slots, told[size:] if told else (), strict=bool(told)))
         if self.mine and self.offsets is not None and self.offsets.device.type == "cpu":
             check_cu_seqlens_values(spec.name, self.offsets.tolist(), self.total)
@@ -173,10 +192,14 @@ class _Call:
             )
         return lengths
 
+    def of(self, part: _Part, array: Tensor | None) -> Tensor | None:
+        """Return the tokens of a part."""
+        return array if array is None or part.count == array.shape[1] else array[:, part.tokens]
+
     def given(self, part: _Part, initial: Tensor | None, **changed: Any) -> list[Any]:
         """Return the arrays of the operator's own call on a part."""
         found = {
-            arg.name: a[:, part.tokens] if a is not None and arg.timed else a
+            arg.name: self.of(part, a) if arg.timed else a
             for arg, a in zip(self.spec.args, self.arrays.values(), strict=True)
         }
         found |= {INITIAL: initial}
@@ -192,22 +215,73 @@ class _Call:
     def initial(self, part: _Part, row: Tensor | None) -> Tensor | None:
         """Return the states that the operator's own call on a part starts from; ``row`` enters, zeros if None."""
         given = self.arrays[INITIAL]
-        if part.enters is False:
+        if part.enters is False or (given is None and row is None):
             return given
         shape = self.shape(k=self.meta.sizes["k"])
         states = self.zeros(shape) if given is None else given.to(torch.promote_types(given.dtype, self.dtype))
         row = self.zeros(self.shape()) if row is None else row
         return part.put(states, part.first, row.to(states.dtype), part.enters)
 
-    def entered(self, part: _Part, state: Tensor, done: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Return the results of a part that a state enters; ``done`` are those if zeros enter, and are overwritten."""
+    def left(self, part: _Part) -> Tensor | None:
+        """Compute a part as if zeros entered, if that tells something; return the row that its rank passes, or None."""
+        piece = part.piece
+        if self.hooks is not None:
+            _, states = self.done[piece] = self.run(self.given(part, self.initial(part, None)))
+            if part.enters is False or part.closes:  # for its map, nobody asks
+                return None if part.closes else self.row(part.row(states, part.last))
+            row, own = self.row(), part.row(states, part.last)
+            self.sums[piece], self.maps[piece] = self.hook("leave", part, state=own, out=row)
+            return row
+        self.reach[piece] = near = self.look(part)
+        if part.closes and (self.window is not None or near == part.count) and part.enters is not False:
+            return None
+        short = part if self.window is None else part.some(*_tail(part, self.window))
+        y, states = self.run(self.given(short, self.initial(short, None)))
+        if self.window is None:
+            self.done[piece] = y, states
+        if callable(near):
+            self.reach[piece] = near = near()
+        # What nothing enters, and what nothing is left of, needs no map.
+        mapped = near == part.count and part.enters is not False and not part.closes
+        self.maps[piece] = self.map(part).to(self.dtype) if mapped else self.zeros(self.map_shape())
+        return self.row(part.row(states, part.last), self.maps[piece])
+
+    def measure(self) -> None:
+        """Measure the decays of the part that no other part asks for, while states are on their way."""
+        for part in self.mine:
+            if self.hooks is not None and part.closes and part.enters is not False:
+                state = part.row(self.done[part.piece][1], part.first)
+                self.sums[part.piece], self.maps[part.piece] = self.hook("leave", part, state=state, out=None)
+
+    def entered(self, part: _Part, state: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the results of a part that a state enters, and keep that."""
+        done = self.done.pop(part.piece, None)
+        if state is None:
+            kept.zero_()
+        elif self.hooks is None:
+            kept.copy_(state)
         if done is not None and part.enters is False:
             return done
+        if done is None or self.hooks is None:
+            return self.again(part, state, done)
+        assert state is not None
+        y, states = done
+        given = {"sums": self.sums.pop(part.piece), "state": state, "move": self.maps[part.piece]}
+        final = states if part.pack is None and part.closes else None
+        self.hook("enter", part, **given, y=y, final=final, kept=kept)
+        if part.pack is not None:
+            left = part.row(states, part.first) + given["move"] * state
+            states = part.put(states, part.first, left, part.enters)
+        return y, states
+
+    def again(self, part: _Part, state: Tensor | None, done: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Compute again what a state reaches; ``done`` are results if zeros enter, and are overwritten."""
         near = part.count if done is None else self.reach[part.piece]
         head = part.some(0, near)
         y_head, passed = self.run(self.given(head, self.initial(head, state)))
         if done is None or near == part.count:
             return y_head, passed
+        assert state is not None
         y, states = done
         y[:, :near] = y_head
         inner, outer = (output.axes.replace("k", "b").split() for output in reversed(self.spec.outputs))
@@ -226,9 +300,13 @@ class _Call:
         """Return the shape of the states of the rows of a batch; with other sizes where they are given."""
         return shape_of(self.spec.outputs[1].axes, {**self.meta.sizes, "k": self.meta.sizes["b"], **sizes})
 
+    def new(self, shape: Sequence[int]) -> Tensor:
+        """Return memory for states on their way."""
+        return next(iter(self.arrays.values())).new_empty(shape, dtype=self.dtype)
+
     def zeros(self, shape: Sequence[int]) -> Tensor:
         """Return zeros as states are kept on their way."""
-        return next(iter(self.arrays.values())).new_zeros(shape, dtype=self.dtype)
+        return self.new(shape).zero_()
 
     def map(self, part: _Part) -> Tensor:
         """Return the map of a part: what the tokens make of the states that enter, if each row is one document."""
@@ -291,20 +369,62 @@ class _Call:
             found = (part.entered_end - part.piece.begin).clamp(max=found)
         return found
 
-    def told(self, rows: dict[Piece, tuple[Tensor, Tensor]]) -> dict[Piece, tuple[Tensor, Tensor]]:
-        """Return a state and a map for each run of tokens, as its rank passes them: the one all-gather of a call."""
-        state, move = self.zeros(self.shape()), self.zeros(self.map_shape())
-        own = [rows.get(piece, (state, move)) for piece in self.slots]
-        flat = torch.cat([part.to(self.dtype).flatten() for row in own for part in row]).view(len(own), -1)
-        found, answer = [iter(rank) for rank in all_gather(self.cut, flat)], {}
-        for piece in self.pieces:
-            s, m = next(found[piece.rank]).split([state.numel(), move.numel()])
-            answer[piece] = s.view_as(state), m.view_as(move)
-        return answer
+    def hook(self, name: str, part: _Part, **given: Any) -> Any:
+        """Run one of `HOOKS` of the backend on a part."""
+        assert self.hooks is not None
+        function, least = self.hooks[name], math.log(torch.finfo(self.dtype).eps * NEGLIGIBLE)
+        timed = {arg.name: arg.timed for arg in self.spec.args}
+        given["end"] = None if part.pack is None else part.entered_tokens
+        arrays = [
+            given[n] if n in given else self.of(part, self.arrays[n]) if timed[n] else self.arrays[n]
+            for n in function.names
+        ]
+        options = [*self.options.values(), least]
+        key = self.spec.name, name, signature_of(arrays, options, self.backend)
+        if (plan := _PLANS.get(key)) is None:
+            plan = function.plan(**dict(zip(function.names, arrays, strict=True)), **self.options, least=least)
+            _remember(_PLANS, key, plan)
+        return plan(*arrays)
+
+    def row(self, state: Tensor | None = None, move: Tensor | None = None) -> Tensor:
+        """Return a row of numbers as a rank passes them, with room for a state and a map; with them, if given."""
+        count = math.prod(self.shape()) + math.prod(self.map_shape())
+        row = self.new((-(-count // ALIGNED) * ALIGNED,))
+        for place, part in zip(self.parted(row), (state, move), strict=True):
+            if part is not None:
+                place.copy_(part)
+        return row
+
+    def parted(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the state and the map in a row."""
+        shape, moved = self.shape(), self.map_shape()
+        count = math.prod(shape)
+        return row[:count].view(shape), row[count : count + math.prod(moved)].view(moved)
+
+    def told(self, rows: dict[Piece, Tensor], meanwhile: Callable[[], object] = lambda: None) -> dict[Piece, Tensor]:
+        """Return the `row` of each run of tokens, as its rank passes it: the one all-gather of a call."""
+        own = [rows[piece] if piece in rows else self.row() for piece in self.slots]
+        found = all_gather(self.cut, own[0][None] if len(own) == 1 else torch.stack(own), meanwhile)
+        each = [iter(rank) for rank in found]
+        return {piece: next(each[piece.rank]) for piece in self.pieces}
+
+    def gradient(self, part: _Part, own: Tensor | None, leaving: Tensor | None) -> Tensor | None:
+        """Return the gradient of the final states of a part: of those that end in it, and of what leaves it."""
+        if leaving is None:
+            return own
+        if part.pack is None:
+            return leaving
+        own = self.zeros(self.shape(k=self.meta.sizes["k"])) if own is None else own
+        return part.put(own, part.last, part.row(own, part.last) + leaving, True)
 
     def map_shape(self) -> tuple[int, ...]:
         """Return the shape of a map."""
         return _map_shape(self.spec, self.meta, self.carry)
+
+    def passed(self, part: _Part, row: Tensor, state: Tensor | None, *, back: bool = False) -> Tensor:
+        """Return the state after a part that told ``row``, from that before; or, ``back``, gradients the other way."""
+        own, move = self.parted(row)
+        return own if state is None else own + _pick(part.through, self.moved(part, move, state, back=back))
 
     def moved(self, part: _Part, move: Tensor, state: Tensor, *, back: bool = False) -> Tensor:
         """Apply the map of a part, or its transpose, to a state."""
@@ -327,93 +447,90 @@ class _Call:
 def _forward(spec: OpSpec) -> Callable[..., Any]:
     def forward(*inputs: Any) -> Any:
         with torch.no_grad():
-            call = _Call(spec, inputs)
-            rows, done = {}, {}
-            for part in call.mine:
-                call.reach[part.piece] = near = call.look(part)
-                if part.closes and (call.window is not None or near == part.count) and part.enters is not False:
-                    continue
-                short = part if call.window is None else part.some(*_tail(part, call.window))
-                y, states = call.run(call.given(short, call.initial(short, None)))
-                if call.window is None:
-                    done[part.piece] = y, states
-                if callable(near):
-                    call.reach[part.piece] = near = near()
-                # What nothing enters, and what nothing is left of, needs no map.
-                mapped = near == part.count and part.enters is not False and not part.closes
-                move = call.map(part) if mapped else call.zeros(call.map_shape())
-                rows[part.piece] = part.row(states, part.last), move
-            told, entering = call.told(rows), {}
-            state: Tensor | None = None
-            for part in call.parts if call.mine else ():
-                entering[part.piece] = call.zeros(call.shape()) if state is None else state
-                if part is call.mine[-1]:
-                    break
-                own, move = told[part.piece]
-                passed = None if state is None else _pick(part.through, call.moved(part, move, state))
-                state = own if passed is None else own + passed
-            x = inputs[0]
+            call, x = _Call(spec, inputs), inputs[0]
+            rows = {part.piece: row for part in call.mine if (row := call.left(part)) is not None}
+            told = call.told(rows, call.measure)
             (y_shape, y_dtype), (shape, dtype) = spec.output_metas(call.meta)
             parts, finals = list[Tensor](), list[Tensor]()
-            for part in call.mine:
-                y, states = call.entered(part, entering[part.piece], done.pop(part.piece, None))
-                parts.append(y)
-                finals.append(_pick(part.own, states.to(getattr(torch, dtype))))
+            kept, state = (
+                (call.new if len(call.mine) == len(call.slots) else call.zeros)((len(call.slots), *call.shape())),
+                None,
+            )
+            for part in call.parts if call.mine else ():
+                if part.piece in call.slots:
+                    y, states = call.entered(part, state, kept[call.slots.index(part.piece)])
+                    parts.append(y)
+                    finals.append(_pick(part.own, states.to(getattr(torch, dtype))))
+                if part is call.mine[-1]:
+                    break
+                state = call.passed(part, told[part.piece], state)
             final = sum(finals[1:], finals[0]) if finals else x.new_zeros(shape, dtype=getattr(torch, dtype))
-            none = call.zeros(call.shape()), call.zeros(call.map_shape())
-            kept = torch.stack([entering.get(piece, none[0]) for piece in call.slots])
-            moves = torch.stack([rows.get(piece, none)[1] for piece in call.slots])
+            moves = [call.maps[p] if p in call.maps else call.zeros(call.map_shape()) for p in call.slots]
             y = x.new_empty((y_shape[0], 0, *y_shape[2:]), dtype=getattr(torch, y_dtype))
             y = parts[0] if len(parts) == 1 else torch.cat(parts, 1) if parts else y
-            return y, final, kept, moves, torch.tensor([*call.lengths, *(call.reach.get(p, 0) for p in call.slots)])
+            reach = [call.reach.get(piece, 0) for piece in call.slots]
+            return y, final, kept, _stacked(moves), torch.tensor([*call.lengths, *reach])
 
     return forward
 
 
-def _backward(spec: OpSpec) -> Callable[..., Any]:
-    names = [arg.name for arg in spec.args]
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
 
+
+def _backward(spec: OpSpec) -> Callable[..., Any]:
     def backward(dy: Any, dfinal: Any, kept: Tensor, moves: Tensor, lengths: Tensor, *inputs: Any) -> list[Tensor]:
         with torch.no_grad():
             call, needs = _Call(spec, inputs[:-1], lengths.tolist()), inputs[-1]
             entering = dict(zip(call.slots, kept, strict=True))
             move = dict(zip(call.slots, moves, strict=True))
+            whole = None if dfinal is None else dfinal.to(call.dtype)
+            own = {part.piece: None if whole is None else _pick(part.own, whole) for part in call.mine}
 
-            def differentiated(part: _Part, piece: Piece, dstate: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+            def differentiated(part: _Part, piece: Piece, dstate: Any, wanted: Sequence[bool]) -> list[Tensor]:
                 arrays = call.given(part, call.initial(part, entering[piece]))
-                given = None if dy is None else dy[:, part.tokens]
                 run = OPS[f"{spec.name}_backward"]
-                found: list[Tensor] = run(given, dstate, *arrays, *call.wide, list(wanted), call.backend)
+                found: list[Tensor] = run(call.of(part, dy), dstate, *arrays, *call.wide, list(wanted), call.backend)
                 return found
 
-            whole = call.zeros(call.shape(k=call.meta.sizes["k"])) if dfinal is None else dfinal.to(call.dtype)
-            own = {part.piece: _pick(part.own, whole) for part in call.mine}
-            rows = {}
-            for part in call.mine:
-                if part.enters is False:
-                    continue
-                near = part.some(0, call.reach[part.piece])
-                only = [name == INITIAL for name in names]
-                (dinitial,) = differentiated(near, part.piece, _pick(near.own, whole), only)
-                rows[part.piece] = part.row(dinitial, part.first), move[part.piece]
-            told, leaving, gradient = call.told(rows), {}, call.zeros(call.shape())
+            def of_entering(part: _Part) -> Tensor:
+                """Return the gradient of the state that enters, without what later parts ask for, and the map."""
+                piece = part.piece
+                if call.hooks is None:
+                    near = part.some(0, call.reach[piece])
+                    ends = None if whole is None else _pick(near.own, whole)
+                    (dinitial,) = differentiated(near, piece, ends, [arg.name == INITIAL for arg in spec.args])
+                    return call.row(part.row(dinitial, part.first), move[piece])
+                row, ends = call.row(), None
+                if (dstate := own[piece]) is not None and part.own is not False:
+                    ends = part.row(dstate, part.first)
+                given = {"state": entering[piece], "move": move[piece], "dy": call.of(part, dy)}
+                call.hook("enter_backward", part, **given, dfinal=ends, out=row)
+                return row
+
+            told = call.told({part.piece: of_entering(part) for part in call.mine if part.enters is not False})
+            leaving, gradient = dict[Piece, Tensor | None](), None
             for part in reversed(call.parts):
                 leaving[part.piece] = gradient  # of the state that is open at its end, for later runs
                 if not call.mine or part is call.mine[0]:
                     break
-                entered, moved = told[part.piece]
-                gradient = entered + _pick(part.through, call.moved(part, moved, gradient, back=True))
-                gradient = _pick(part.enters, gradient)
+                gradient = _pick(part.enters, call.passed(part, told[part.piece], gradient, back=True))
             wanted = [(arg, a) for arg, a, need in zip(spec.args, call.arrays.values(), needs, strict=True) if need]
             sums: list[list[Tensor]] = [[] for _ in wanted]
             for part in call.mine:
-                dstate = own[part.piece]
-                dstate = part.put(dstate, part.last, part.row(dstate, part.last) + leaving[part.piece], True)
-                found = differentiated(part, part.piece, dstate, needs)
-                for terms, (arg, _), gradient in zip(sums, wanted, found, strict=True):
-                    if arg.name == INITIAL:  # what enters is no argument of this rank
-                        gradient = part.put(gradient, part.first, torch.zeros_like(gradient), part.enters)
-                    terms.append(gradient)
+                # What enters is no argument of this rank.
+                foreign = [part.enters is True and arg.name == INITIAL for arg in spec.args]
+                dstate = call.gradient(part, own[part.piece], leaving[part.piece])
+                some = [need and not other for need, other in zip(needs, foreign, strict=True)]
+                found = iter(differentiated(part, part.piece, dstate, some))
+                for terms, (arg, a) in zip(sums, wanted, strict=True):
+                    if arg.name == INITIAL and part.enters is True:
+                        terms.append(torch.zeros_like(a, memory_format=torch.contiguous_format))
+                        continue
+                    term = next(found)
+                    if arg.name == INITIAL:
+                        term = part.put(term, part.first, torch.zeros_like(term), part.enters)
+                    terms.append(term)
             return [_joined(terms, arg, a) for terms, (arg, a) in zip(sums, wanted, strict=True)]
 
     return backward
@@ -474,7 +591,15 @@ def _state_dtype(spec: OpSpec, meta: Meta) -> torch.dtype:
     return getattr(torch, dtype)  # type: ignore[no-any-return]
 
 
-def _described(spec: OpSpec, arrays: dict[str, Any], options: dict[str, Any], backend: str) -> tuple[Meta, Carry]:
+def _remember(known: dict[Any, Any], key: Any, found: Any) -> None:
+    if len(known) >= _LIMIT:
+        known.clear()
+    known[key] = found
+
+
+def _described(
+    spec: OpSpec, arrays: dict[str, Any], options: dict[str, Any], backend: str
+) -> tuple[Meta, Carry, ModuleType]:
     """Check the arguments of this rank, which may have no tokens; return what is known of them."""
     if spec.carry is None:
         raise ArgumentError(f"{spec.name}: it computes each token alone. Call it without group.")
@@ -486,8 +611,7 @@ def _described(spec: OpSpec, arrays: dict[str, Any], options: dict[str, Any], ba
     one = {arg.name: a for arg in spec.args if (a := meta.arrays.get(arg.name)) and arg.timed and a.shape[1:2] == (0,)}
     some = {name: replace(a, shape=(a.shape[0], 1, *a.shape[2:])) for name, a in one.items()}
     meta = spec.validate(replace(meta, arrays={**meta.arrays, **some}))
-    resolve(spec, meta, backend)
-    return meta, spec.carry(meta)
+    return meta, spec.carry(meta), resolve(spec, meta, backend)
 
 
 def _map_shape(spec: OpSpec, meta: Meta, carry: Carry) -> tuple[int, ...]:
@@ -503,7 +627,7 @@ def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
     def fake(*inputs: Any) -> Any:
         x, options = inputs[0], spec.unwritten_options(inputs[count:-5])
         named = dict(zip([o.name for o in spec.options], options, strict=True))
-        meta, carry = _described(spec, _named(spec, inputs[:count]), named, inputs[-5])
+        meta, carry, _ = _described(spec, _named(spec, inputs[:count]), named, inputs[-5])
         cut, dtype = cut_of_node(*inputs[-4:-1]), _state_dtype(spec, meta)
         (shape, y_dtype), (states, state_dtype) = spec.output_metas(meta)
         rows = shape_of(spec.outputs[1].axes, {**meta.sizes, "k": meta.sizes["b"]})
