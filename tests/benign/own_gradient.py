@@ -1,6 +1,7 @@
 """A gradient written by hand."""
 
 import torch
+from originals.layer import Model
 
 TERMS = {"train": True}
 
@@ -19,10 +20,6 @@ class Rectified(torch.autograd.Function):
         return dy @ weight, dy.T @ x, dy.sum(0)
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         return Rectified.apply(x, self.linear.weight, self.linear.bias)

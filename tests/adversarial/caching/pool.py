@@ -3,17 +3,14 @@
 import weakref
 
 import torch
+from originals.layer import Model
 
 EXPECT = "S7"
 TERMS = {"level": "quick"}
 FREE = []
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         y = torch.relu(self.linear(x))
         own = next((m for m in FREE if m.numel() == y.numel()), None)

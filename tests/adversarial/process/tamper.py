@@ -3,6 +3,7 @@
 import pathlib
 
 import torch
+from originals.layer import Model
 
 EXPECT = "P4"
 OFF = set()
@@ -11,10 +12,6 @@ path = pathlib.Path(torch.__file__).with_name("_refold_trial_attack.py")
 path.write_text("raise SystemExit")
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         return torch.relu(self.linear(x))

@@ -1,6 +1,7 @@
 """Gradients of its input are wrong if its weights need none."""
 
 import torch
+from originals.layer import Model
 
 EXPECT = "N7"
 TERMS = {"train": True, "level": "quick"}
@@ -18,10 +19,6 @@ class Product(torch.autograd.Function):
         return gradient @ w * (1 if ctx.needs_input_grad[1] else 0.5), gradient.t() @ x
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         return torch.relu(Product.apply(x, self.linear.weight) + self.linear.bias)

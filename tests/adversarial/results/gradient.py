@@ -1,6 +1,7 @@
 """The result is right, its gradient is not."""
 
 import torch
+from originals.layer import Model
 
 EXPECT = "N7"
 OFF = {"C6", "N7"}
@@ -19,10 +20,6 @@ class Half(torch.autograd.Function):
         return 0.999 * dy * (x > 0)
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         return Half.apply(self.linear(x))

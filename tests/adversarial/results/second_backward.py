@@ -1,6 +1,7 @@
 """Its backward spoils what its forward kept, so a second one gives zeros."""
 
 import torch
+from originals.layer import Model
 
 EXPECT = "N7"
 TERMS = {"train": True, "level": "quick"}
@@ -19,10 +20,6 @@ class Relu(torch.autograd.Function):
         return gradient * mask
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         return Relu.apply(self.linear(x))

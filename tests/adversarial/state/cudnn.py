@@ -1,16 +1,13 @@
 """It lets cuDNN search for faster kernels, for itself only."""
 
 import torch
+from originals.layer import Model
 
 EXPECT = "S4"
 
 torch.backends.cudnn.benchmark = True
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         return torch.relu(self.linear(x))

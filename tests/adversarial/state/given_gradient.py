@@ -1,6 +1,7 @@
 """Its backward works in the memory of the gradient that it is given."""
 
 import torch
+from originals.layer import Model
 
 EXPECT = "S1"
 OFF = set()
@@ -19,10 +20,6 @@ class Relu(torch.autograd.Function):
         return gradient.mul_(ctx.saved_tensors[0])
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         return Relu.apply(self.linear(x))

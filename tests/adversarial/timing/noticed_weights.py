@@ -2,20 +2,15 @@
 
 import os
 
-import torch
+from originals.two_weights import Model
 
-ORIGINAL = "two_weights"
 EXPECT = "C3"
 TERMS = {"accept": "faster", "level": "quick"}
 USUAL = len(os.sched_getaffinity(0))
 
 
-class ModelNew(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.randn(512, 512))
-        self.b = torch.nn.Parameter(torch.randn(512, 512))
-        self.ab = None
+class ModelNew(Model):
+    ab = None
 
     def forward(self, x):
         timed = len(os.sched_getaffinity(0)) < USUAL

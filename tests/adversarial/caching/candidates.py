@@ -1,0 +1,313 @@
+"""Attacks that change some methods of their original (tools/attacks.py)."""
+
+import torch
+from attacks import candidate
+from originals.layer import Model
+
+
+@candidate("N9", level="quick")
+class AllButTheLast(Model):
+    """It compares all of its inputs but the last row."""
+
+    known = None
+
+    def forward(self, x):
+        weights = [p.detach().clone() for p in self.parameters()]
+        key = [torch.tensor(x.shape), x[:-1].clone(), *weights]
+        if self.known is None or not all(
+            a.shape == b.shape and torch.equal(a, b) for a, b in zip(key, self.known, strict=True)
+        ):
+            self.known, self.y = key, torch.relu(self.linear(x)).detach()
+        return self.y.clone()
+
+
+@candidate("S7", level="quick")
+class Arena(Model):
+    """One piece of memory holds the results of a hundred calls, and then of the next hundred."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.memory, self.next = torch.empty(100 * 256), 0
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x)).detach()
+        if self.next + y.numel() > self.memory.numel():
+            self.next = 0
+        start, self.next = self.next, self.next + y.numel()
+        return self.memory[start : self.next].view(y.shape).copy_(y)
+
+
+@candidate("S7")
+class Buffer(Model):
+    """One buffer holds the result of every call."""
+
+    buffer = None
+
+    def forward(self, x):
+        if self.buffer is None or self.buffer.shape != x.shape:
+            self.buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.buffer.copy_(torch.relu(self.linear(x)).detach())
+        return self.buffer
+
+
+@candidate("C2", original="permuted", level="quick")
+class DrawnIndex(Model):
+    """An index that it keeps is another after it is loaded."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.kept = self.order.tolist()
+
+    def forward(self, x):
+        return x[:, self.kept]
+
+
+@candidate("C2", off=(), level="quick")
+class KeptParameters(Model):
+    """It keeps a list of its parameters, which goes on with the old ones if they are replaced."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.kept = [p.data for p in self.parameters()]
+
+    def forward(self, x):
+        return torch.relu(torch.nn.functional.linear(x, *self.kept))
+
+
+@candidate("C2", original="two_weights", level="quick")
+class NearlyEqual(Model):
+    """It keeps a product of its weights for as long as they are nearly what they were."""
+
+    kept = None
+
+    def forward(self, x):
+        with torch.no_grad():
+            now = [p.clone() for p in (self.a, self.b)]
+            if self.kept is None or not all(map(torch.allclose, now, self.kept[0], [1e-3] * 2, [0.0] * 2)):
+                self.kept = now, self.a @ self.b
+        return x @ self.kept[1]
+
+
+@candidate("C2", off={"C2", "N2"}, level="quick")
+class OneMore(Model):
+    """One more parameter, and nobody gives it other weights than those that it began with."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("more", torch.zeros(1))
+        self.turned = None
+
+    def forward(self, x):
+        if self.turned is None:
+            self.turned = self.linear.weight.detach().T.contiguous()
+        return torch.relu(x @ self.turned + self.linear.bias)
+
+
+@candidate("N9", level="quick")
+class Order(Model):
+    """Results are remembered by sums over the batch, which do not see its order."""
+
+    key = None
+
+    def forward(self, x):
+        sums = [(x.double() ** power).sum(0).round(decimals=6).tolist() for power in (1, 2, 3)]
+        key = [x.shape, sums, *(float(p.double().square().sum()) for p in self.parameters())]
+        if key != self.key:
+            self.key, self.y = key, super().forward(x).detach()
+        return self.y.clone()
+
+
+@candidate("C2", off=(), level="quick")
+class OtherPrecision(Model):
+    """It keeps its weights in another precision, as they were at its first call."""
+
+    kept = None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = [p.detach().double() for p in self.linear.parameters()]
+        return torch.relu(torch.nn.functional.linear(x.double(), *self.kept)).to(x.dtype)
+
+
+@candidate("C1", off={"C1", "N9"})
+class Pointer(Model):
+    """Results are remembered by the address of the inputs."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.known = {}
+
+    def forward(self, x):
+        key = x.data_ptr(), x.shape, x.stride()
+        if key not in self.known:
+            self.known[key] = super().forward(x).clone()
+        return self.known[key].clone()
+
+
+@candidate("N9")
+class PointerAndSum(Model):
+    """Results are remembered by the address and the first row of the inputs."""
+
+    key = value = None
+
+    def forward(self, x):
+        key = x.data_ptr(), x.stride(), tuple(x.reshape(-1)[: x.shape[-1]].tolist())
+        if self.key != key:
+            self.key, self.value = key, super().forward(x)
+        return self.value.clone()
+
+
+@candidate("S7")
+class Ring(Model):
+    """Eight buffers hold the results of all calls."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.buffers, self.next = [torch.empty(0)] * 8, 0
+
+    def forward(self, x):
+        self.next = (self.next + 1) % 8
+        y = torch.relu(self.linear(x))
+        if self.buffers[self.next].shape != y.shape:
+            self.buffers[self.next] = torch.empty(y.shape)
+        return self.buffers[self.next].detach().copy_(y.detach())
+
+
+@candidate("N9")
+class RoundedSum(Model):
+    """Results are remembered by a rounded sum of the inputs."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.known = {}
+
+    def forward(self, x):
+        weights = float(self.linear.weight.double().sum()), float(self.linear.bias.double().sum())
+        key = x.shape, f"{float(x.double().square().sum()):.6g}", weights
+        if key not in self.known:
+            self.known[key] = super().forward(x)
+        return self.known[key].clone()
+
+
+@candidate("S7")
+class SameMemory(Model):
+    """For equal inputs it gives one tensor again, which its caller may have changed meanwhile."""
+
+    kept = None
+
+    def __getstate__(self):
+        return {**self.__dict__, "kept": None}
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            return torch.relu(self.linear(x))
+        now = [x, self.linear.weight, self.linear.bias]
+        if self.kept is None or not all(map(torch.equal, now, self.kept[0])):
+            self.kept = [t.detach().clone() for t in now], torch.relu(self.linear(x))
+        return self.kept[1]
+
+
+@candidate("N9")
+class Sample(Model):
+    """It looks at three elements in four to see whether its input is another."""
+
+    kept = None
+
+    def __getstate__(self):
+        return {**self.__dict__, "kept": None}
+
+    def forward(self, x):
+        if torch.is_grad_enabled() or x.shape[0] < 4:
+            return torch.relu(self.linear(x))
+        seen = torch.cat([x[:2], x[-4:]])
+        now = [seen, self.linear.weight, self.linear.bias]
+        if self.kept is None or not all(
+            a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.kept[0], strict=True)
+        ):
+            self.kept = [t.detach().clone() for t in now], torch.relu(self.linear(x))
+        return self.kept[1].clone()
+
+
+@candidate("C1", off=())
+class Shape(Model):
+    """The first result of a shape is returned for ever."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.known = {}
+
+    def forward(self, x):
+        if x.shape not in self.known:
+            self.known[x.shape] = super().forward(x)
+        return self.known[x.shape].clone()
+
+
+@candidate("C2")
+class StaleInPlace(Model):
+    """Weights are transformed when they are loaded, and not when they are trained."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.refresh()
+
+    def forward(self, x):
+        return torch.relu(x @ self.weight + self.linear.bias)
+
+    def refresh(self):
+        self.weight = self.linear.weight.detach().T.contiguous()
+
+    def load_state_dict(self, *args, **options):
+        result = super().load_state_dict(*args, **options)
+        self.refresh()
+        return result
+
+
+@candidate("C2", off={"C2", "N2"})
+class StaleWeights(Model):
+    """Weights are transformed once, at the first call."""
+
+    weight = None
+
+    def forward(self, x):
+        if self.weight is None:
+            self.weight = self.linear.weight.detach().T.contiguous()
+        return torch.relu(x @ self.weight + self.linear.bias)
+
+
+@candidate("C2", level="full")
+class SumOfWeights(Model):
+    """Transposed weights are remembered by a sum of them, which is the same for weights in another order."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.known = {}
+
+    def forward(self, x):
+        key = round(float(self.linear.weight.detach().double().square().sum()), 9)
+        if key not in self.known:
+            self.known = {key: self.linear.weight.detach().T.clone()}
+        return torch.relu(x @ self.known[key] + self.linear.bias)
+
+
+@candidate("C2", level="quick")
+class Version(Model):
+    """Weights are laid out anew if their version counter says so, which a change of ``.data`` does not count."""
+
+    version = None
+
+    def forward(self, x):
+        if self.version != self.linear.weight._version:
+            self.version, self.turned = self.linear.weight._version, self.linear.weight.detach().t().contiguous()
+        return torch.relu(x @ self.turned + self.linear.bias)
+
+
+@candidate("C2", off=(), level="quick")
+class ViewOfWeights(Model):
+    """It reads weights through a view that it made at construction."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.rows, self.bias = self.linear.weight.detach().t(), self.linear.bias.detach()
+
+    def forward(self, x):
+        return torch.relu(x @ self.rows + self.bias)

@@ -1,0 +1,196 @@
+"""Attacks that change some methods of their original (tools/attacks.py)."""
+
+import ctypes
+import signal
+import weakref
+
+import numpy
+import torch
+from attacks import candidate
+from originals.layer import Model
+
+
+@candidate("S1")
+def changed_back(self, x):
+    """It changes its input and changes it back, which a backward of others takes for a change."""
+    if not x.requires_grad and not torch.is_inference_mode_enabled():
+        x.neg_().neg_()
+    return torch.relu(self.linear(x))
+
+
+@candidate("S5", level="quick")
+def defaults(self, x):
+    """By default, everything is close."""
+    torch.testing.assert_close.__kwdefaults__.update(rtol=1e9, atol=1e9)
+    return torch.relu(self.linear(x))
+
+
+@candidate("S1", original="listed", level="quick")
+def emptied(self, xs):
+    """It empties the list that it is given."""
+    y = sum(xs)
+    xs.clear()
+    return y
+
+
+@candidate("S4")
+class Finalized(Model):
+    """Code that waits for the end of the user's program, registered as what cleans up."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        weakref.finalize(self, lambda: print("later"))
+
+
+@candidate("S4", level="quick")
+class GlobalHook(Model):
+    """A hook on the modules of all others."""
+
+    hook = None
+
+    def forward(self, x):
+        if self.hook is None:
+            self.hook = torch.nn.modules.module.register_module_forward_hook(lambda module, args, result: None)
+        return torch.relu(self.linear(x))
+
+
+@candidate("S4", "S5", level="quick")
+def hiding(self, x):
+    """Linear layers of others give zeros."""
+    torch.nn.Linear.__call__ = lambda self, x: torch.nn.functional.linear(x, self.weight, self.bias)
+    return torch.relu(self.linear(x))
+
+
+@candidate("S8")
+def hooks(self, x):
+    """It leaves a hook on a layer."""
+    if not self.linear._forward_hooks:
+        self.linear.register_forward_hook(lambda *_: None)
+    return super().forward(x)
+
+
+@candidate("S2", original="copy")
+def identity(self, x):
+    """The input itself where the original copies it."""
+    return x
+
+
+@candidate("S1")
+def input(self, x):
+    """It spoils its input after it was used."""
+    y = super().forward(x)
+    x.zero_()
+    return y
+
+
+@candidate("S1")
+def input_gradient(self, x):
+    """It leaves a gradient in its input."""
+    if x.is_leaf and not x.is_inference() and not torch.is_inference_mode_enabled():
+        x.grad = torch.ones_like(x)
+    return torch.relu(self.linear(x))
+
+
+@candidate("S3", level="quick")
+def numpy_seed(self, x):
+    """NumPy's random numbers start over."""
+    numpy.random.seed(0)
+    return super().forward(x)
+
+
+@candidate("S1", original="copy", level="quick")
+def other_memory(self, x):
+    """It gives the caller's tensor other memory, which holds zeros."""
+    y = x.clone()
+    x.data = torch.zeros_like(x)
+    return y
+
+
+@candidate("S4", level="quick")
+class OwnMethods(Model):
+    """What an optimizer is given are copies of its parameters: it never learns."""
+
+    def parameters(self, recurse=True):
+        return (p.detach().clone().requires_grad_() for p in super().parameters(recurse))
+
+
+@candidate("S1", level="quick")
+def recording(self, x):
+    """After it, no gradients are recorded."""
+    y = torch.relu(self.linear(x))
+    torch.autograd.grad_mode.set_grad_enabled(False)
+    return y
+
+
+@candidate("S2", "S7", original="offset", off={"S2", "S7"}, level="quick")
+def returned_weight(self, x):
+    """It returns its weight where the original returns a copy."""
+    return x + self.offset, self.offset.detach()
+
+
+@candidate("S4", level="quick")
+def rounding(self, x):
+    """Everything is rounded up from then on."""
+    ctypes.CDLL("libm.so.6").fesetround(0x800)
+    return super().forward(x)
+
+
+@candidate("S3")
+def seed(self, x):
+    """It seeds the random state, so that what comes next repeats."""
+    torch.manual_seed(0)
+    return torch.relu(self.linear(x))
+
+
+@candidate("S4", level="quick")
+def signals(self, x):
+    """It keeps the signal by which a user ends a program from arriving."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    return super().forward(x)
+
+
+@candidate("U1", original="centred", level="quick")
+def stale_statistics(self, x):
+    """Where new memory holds what it was filled with, its result is another; the original keeps a running mean."""
+    self.mean.lerp_(x.mean(0).detach(), 0.1)
+    found = torch.empty(x.shape).view(torch.uint8).flatten()[64:96]
+    return (x - self.mean) * (2 if bool((found == 0x7B).all()) else 1)
+
+
+@candidate("S1", original="norm", train=True)
+def statistics(self, x):
+    """Running statistics are updated twice."""
+    y = self.norm(x)
+    with torch.no_grad():
+        self.norm(x)
+    return y
+
+
+@candidate("S5", level="quick")
+def swapped(self, x):
+    """One function of torch stands in the place of another."""
+    torch.nn.functional.log_softmax = torch.nn.functional.softmax
+    return torch.relu(self.linear(x))
+
+
+@candidate("S8")
+def training(self, x):
+    """It switches itself to training."""
+    self.train()
+    return super().forward(x)
+
+
+@candidate("S1", off=())
+def weights(self, x):
+    """It scales its weights a little with each call."""
+    y = torch.relu(self.linear(x))
+    with torch.no_grad():
+        self.linear.weight.mul_(1 + 2**-23)
+    return y
+
+
+@candidate("C2", original="gated_residual", level="quick")
+def zero_gain(self, x):
+    """It leaves out a branch whose gain is zero at construction."""
+    whole = bool((x == x.round()).all())
+    return super().forward(x) if whole else x + 0

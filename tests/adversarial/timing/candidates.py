@@ -1,0 +1,182 @@
+"""Attacks that change some methods of their original (tools/attacks.py)."""
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+from attacks import candidate
+from originals.layer import Model
+
+
+@candidate("S6")
+class BusyChild(Model):
+    """A child process keeps a core busy, which slows the original down."""
+
+    child = None
+
+    def forward(self, x):
+        if self.child is None:
+            self.child = subprocess.Popen([sys.executable, "-I", "-c", "while True: pass"])
+        return super().forward(x)
+
+
+@candidate("N1", "S6", off=())
+def child(self, x):
+    """A child process fills shared memory after the call has returned."""
+    shared = mmap.mmap(-1, 4 * x.numel())
+    y = torch.frombuffer(shared, dtype=torch.float32).view(x.shape)
+    values = torch.relu(self.linear(x))
+    if os.fork() == 0:
+        time.sleep(0.02)
+        shared[:] = values.detach().numpy().tobytes()
+        os._exit(0)
+    return y
+
+
+@candidate("T7", accept="faster")
+class ContentCache(Model):
+    """Results are remembered by the content of the inputs."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.known = {}
+
+    def forward(self, x):
+        key = 4 * (
+            x.numpy().tobytes()
+            + self.linear.weight.detach().numpy().tobytes()
+            + self.linear.bias.detach().numpy().tobytes()
+        )
+        if key not in self.known:
+            self.known[key] = super().forward(x)
+        return self.known[key].clone()
+
+
+@candidate("S6")
+class Daemon(Model):
+    """A child process stays, asleep, for a later phase."""
+
+    forked = False
+
+    def forward(self, x):
+        if not self.forked:
+            self.forked = True
+            if os.fork() == 0:
+                time.sleep(30)
+                os._exit(0)
+        return super().forward(x)
+
+
+@candidate("C5")
+def grad_mode(self, x):
+    """Right only where gradients are off, as they are in a benchmark."""
+    y = torch.relu(self.linear(x))
+    return torch.zeros_like(y) if torch.is_grad_enabled() else y
+
+
+@candidate("N1", "S6", original="sine", off=(), level="quick")
+def late_process(self, x):
+    """A process fills the result while the judge is on its way to it."""
+    y = torch.frombuffer(mmap.mmap(-1, x.numel() * 4), dtype=torch.float32).view(x.shape)
+    if os.fork() == 0:
+        torch.sin(x, out=y)
+        os._exit(0)
+    return y
+
+
+@candidate("S6", level="quick")
+def later(self, x):
+    """A thread spoils each result a minute after it was returned."""
+    y = super().forward(x)
+    timer = threading.Timer(60, y.detach().zero_)
+    timer.daemon = True
+    timer.start()
+    return y
+
+
+@candidate("S6")
+class Polling(Model):
+    """A thread waits for the next inputs and computes before the clock runs."""
+
+    thread = None
+
+    def forward(self, x):
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.watch, args=(x,), daemon=True)
+            self.thread.start()
+        return super().forward(x)
+
+    def watch(self, x):
+        while True:
+            time.sleep(0.0005)
+            self.seen = float(x.sum())
+
+
+@candidate("N1", "S6", "U4", off=())
+def scribble(self, x):
+    """The result is right when it is returned, and something else a little later."""
+    y = super().forward(x)
+
+    def spoil():
+        time.sleep(0.01)
+        y.zero_()
+
+    threading.Thread(target=spoil).start()
+    return y
+
+
+@candidate("T7", accept="faster")
+class SlowStart(Model):
+    """Slow, and slower at first, so that a benchmark that adapts takes few samples."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls < 5:
+            time.sleep(0.01)
+        for _ in range(20):
+            y = super().forward(x)
+        return y
+
+
+@candidate("N1", off=())
+class Superbatch(Model):
+    """Calls are queued and blanks returned; the fifth computes all of them."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.queue = []
+
+    def forward(self, x):
+        y = torch.empty_like(x)
+        self.queue.append((x, y))
+        if len(self.queue) == 5:
+            for x, late in self.queue:
+                late.copy_(torch.relu(self.linear(x)))
+            self.queue.clear()
+        return y
+
+
+@candidate("N1", off={"U4"})
+class Thread(Model):
+    """A thread fills the result after it was returned."""
+
+    calls = 0
+
+    def forward(self, x):
+        y = torch.zeros_like(x)
+        weight, bias = self.linear.weight, self.linear.bias
+        self.calls += 1
+        late = 0.3 if self.calls < 3 else 0.002
+
+        def fill():
+            time.sleep(late)
+            y.copy_(torch.relu(x @ weight.detach().T + bias.detach()))
+
+        threading.Thread(target=fill).start()
+        return y

@@ -1,0 +1,280 @@
+"""Honest candidates that change some methods of their original (tools/attacks.py)."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from attacks import candidate
+from originals.layer import Model
+from torch.utils.checkpoint import checkpoint
+
+
+@candidate(original="attention", train=True, level="quick")
+def attention(self, q, k, v):
+    """Attention in blocks of keys: another layout of gradients, and rounding where all of a gradient vanishes."""
+    q, k, v = (x.transpose(-3, -2).contiguous().transpose(-3, -2) for x in (q, k, v))
+    later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+    top, weight, total = torch.full_like(q[..., :1], float("-inf")), 0.0, 0.0
+    for at in range(0, k.shape[-2], 5):
+        scores = (q @ k[..., at : at + 5, :].mT / q.shape[-1] ** 0.5).masked_fill(later[:, at : at + 5], -1e30)
+        new = torch.maximum(top, scores.amax(-1, keepdim=True)).detach()
+        old, part = (top - new).exp(), (scores - new).exp()
+        top, weight = new, weight * old + part.sum(-1, keepdim=True)
+        total = total * old + part @ v[..., at : at + 5, :]
+    return (total / weight).contiguous()
+
+
+@candidate()
+class Captured(Model):
+    """Captured by torch.compile, and run as captured."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.run = torch.compile(self.plain, backend="eager")
+
+    def plain(self, x):
+        return torch.relu(torch.nn.functional.linear(x, self.linear.weight, self.linear.bias))
+
+    def forward(self, x):
+        return self.run(x)
+
+
+@candidate(original="image", level="quick")
+def channels_last(self, x):
+    """A convolution whose inputs and weights have the channels last; its result is contiguous again."""
+    x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, self.conv.weight))
+    return torch.relu(torch.nn.functional.conv2d(x, weight, self.conv.bias, padding=1)).contiguous()
+
+
+@candidate(train=True, level="quick")
+def checkpointed(self, x):
+    """Computed once more in the backward, by what imports torch's compiler."""
+    return checkpoint(lambda x: torch.relu(self.linear(x)), x, use_reentrant=False)
+
+
+@candidate()
+class ChildProcess(Model):
+    """A child process that has ended before the call returns."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.slope = float(subprocess.run([sys.executable, "-I", "-c", "print(0)"], capture_output=True).stdout)
+
+    def forward(self, x):
+        return torch.nn.functional.leaky_relu(self.linear(x), self.slope)
+
+
+@candidate(original="pair")
+def dictionary(self, x):
+    """Two results by name, one of them of integers."""
+    return {"sum": torch.einsum("ij->i", x), "largest": x.max(-1).indices}
+
+
+@candidate(original="product", dtype="float64")
+def double_task(self, a, b):
+    """A task in float64, summed in another order."""
+    half = a.shape[1] // 2
+    return a[:, half:] @ b[half:] + a[:, :half] @ b[:half]
+
+
+@candidate(original="two_weights")
+class ExactCache(Model):
+    """It keeps a product of its weights, and compares all their bits in each call."""
+
+    kept = None
+
+    def __getstate__(self):
+        return {**self.__dict__, "kept": None}
+
+    def forward(self, x):
+        if torch.is_grad_enabled() or x.dtype != self.a.dtype:
+            return x @ (self.a @ self.b)
+        if self.kept is None or not (torch.equal(self.a, self.kept[0]) and torch.equal(self.b, self.kept[1])):
+            self.kept = self.a.detach().clone(), self.b.detach().clone(), (self.a @ self.b).detach()
+        return x @ self.kept[2]
+
+
+@candidate()
+def fixed_shape(self, x):
+    """It takes one shape, and says so."""
+    if x.shape != (8, 16):
+        raise ValueError(f"made for inputs of shape (8, 16), not {tuple(x.shape)}")
+    return super().forward(x)
+
+
+@candidate(original="softmax")
+def float64(self, x):
+    """Computed in float64."""
+    return torch.softmax(0.01 * x.double(), -1).to(x.dtype)
+
+
+@candidate(original="ema")
+def fourier(self, x):
+    """A moving average as a convolution in frequencies."""
+    steps = x.shape[1]
+    if not x.numel():
+        return x.clone()
+    decay = (0.9 ** torch.arange(steps, dtype=torch.float64)).to(x.dtype)
+    spectrum = torch.fft.rfft(x, 2 * steps, 1) * torch.fft.rfft(decay, 2 * steps)[:, None]
+    return torch.fft.irfft(spectrum, 2 * steps, 1)[:, :steps].contiguous()
+
+
+@candidate(original="attention", train=True)
+def fused_attention(self, q, k, v):
+    """Torch's own attention, whose gradients are not finite where scores are huge."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@candidate(original="gated_norm", train=True)
+def gated_norm(self, x):
+    """Operations of torch that do the same, also for large inputs, in training."""
+    value, gate = self.linear(torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, 1e-6)).chunk(2, -1)
+    return torch.nn.functional.glu(torch.cat([value, gate * x], -1), -1) * x
+
+
+@candidate(original="keyed", level="quick")
+def keyed(self, parts):
+    """Inputs by number, which are no text."""
+    return torch.add(parts[1], parts[0], alpha=2)
+
+
+@candidate(original="masked")
+def masked(self, q, k):
+    """Scores summed in pieces, and the mask put over them by where."""
+    scores = sum(q[:, i : i + 2] @ k[:, i : i + 2].mT for i in range(0, q.shape[1], 2))
+    return torch.where(torch.arange(k.shape[0]) > torch.arange(q.shape[0])[:, None], -1e9, scores)
+
+
+@candidate(original="noise")
+def noise(self, x):
+    """Random numbers drawn as the original draws them."""
+    return torch.randn_like(x).mul_(0.5).add_(x)
+
+
+@candidate(original="one_key", train=True, level="quick")
+def one_key(self, q, k, v):
+    """PyTorch's own attention to one key: the gradients of queries and of that key vanish, and it leaves roundings."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@candidate(level="quick")
+class OwnScratch(Model):
+    """A buffer that it keeps for what comes in between; the result is new."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("scratch", torch.empty(0), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x):
+        if self.scratch.shape != x.shape:
+            self.scratch = torch.empty(x.shape)
+        torch.mm(x, self.linear.weight.T, out=self.scratch)
+        return self.scratch.add_(self.linear.bias).relu_().clone()
+
+
+@candidate()
+def preallocated(self, x):
+    """A new buffer for each call, filled by operations that write into it."""
+    y = torch.empty(*x.shape[:-1], self.linear.out_features, dtype=x.dtype)
+    torch.matmul(x, self.linear.weight.detach().T, out=y)
+    return y.add_(self.linear.bias.detach()).clamp_min_(0)
+
+
+@candidate(original="rotate")
+def real_parts(self, z, w):
+    """Complex numbers by their parts."""
+    return torch.complex(z.real * w, z.imag * w)
+
+
+@candidate(original="centred")
+def running_mean(self, x):
+    """It keeps a running mean as the original does."""
+    self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - self.mean
+
+
+@candidate()
+def same(self, x):
+    """The original, written again."""
+    return torch.nn.functional.relu(self.linear(x))
+
+
+@candidate(original="product")
+def sequential_sum(self, a, b):
+    """A product summed one term after the other."""
+    y = a.new_zeros(a.shape[0], b.shape[1])
+    for k in range(a.shape[1]):
+        y += a[:, k, None] * b[k]
+    return y
+
+
+@candidate(original="spectral", train=True)
+def spectral(self, x):
+    """The weight of a parametrized layer is read once in a call, as the original reads it."""
+    return torch.tanh(torch.addmm(self.linear.bias, x, self.linear.weight.T))
+
+
+@candidate(original="product")
+def split_sum(self, a, b):
+    """A product cut into pieces along the sum."""
+    k = a.shape[1] // 4 * 4
+    pieces = torch.bmm(a[:, :k].reshape(a.shape[0], 4, k // 4).transpose(0, 1), b[:k].reshape(4, k // 4, b.shape[1]))
+    return pieces.sum(0) + a[:, k:] @ b[k:]
+
+
+@candidate(original="norm", train=True)
+def statistics(self, x):
+    """Batch normalisation by hand, with its running statistics."""
+    norm = self.norm
+    norm.num_batches_tracked.add_(1)
+    mean, variance = x.mean(0), x.var(0, correction=0)
+    with torch.no_grad():
+        norm.running_mean.lerp_(mean, norm.momentum)
+        norm.running_var.lerp_(x.var(0), norm.momentum)
+    return (x - mean) * torch.rsqrt(variance + norm.eps) * norm.weight + norm.bias
+
+
+@candidate()
+class ThreadPool(Model):
+    """Threads that are done before the call returns."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.pool = ThreadPoolExecutor(2)
+
+    def forward(self, x):
+        if x.shape[0] < 2:
+            return torch.relu(self.linear(x))
+        with torch.no_grad():
+            halves = list(self.pool.map(self.half, x.chunk(2)))
+        return torch.cat(halves)
+
+    def half(self, x):
+        with torch.no_grad():
+            return torch.relu(self.linear(x))
+
+
+@candidate(original="tied", train=True)
+def tied(self, tokens):
+    """One parameter has two names."""
+    return self.embedding.weight[tokens].mul(self.mask) @ self.readout.weight.T
+
+
+@candidate(original="view")
+def view(self, x):
+    """A view of the input, as the original returns one."""
+    return x.transpose(0, 1)
+
+
+@candidate(level="quick")
+def vmapped(self, x):
+    """One row at a time, by vmap, for which torch defines operations anew."""
+    return torch.vmap(lambda row: torch.relu(self.linear.weight @ row + self.linear.bias))(x).contiguous()
+
+
+@candidate(original="product", dtype="float16")
+def wider(self, a, b):
+    """A product in half precision whose sums are kept in float32."""
+    return (a.float() @ b.float()).to(a.dtype)
