@@ -393,8 +393,7 @@ class _Block:
         self.total = since[..., -1:, :]
         self.pairs = _PerHead(g) if g.shape[-1] == 1 else _PerKey(g)
         self.queries, self.writes = q * since, k * self.until
-        self.mixing = self.pairs.products(q, k)
-        self.mixing.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+        self.mixing = self.pairs.products(q, k, own=True)
         if erase:
             self.reads = (r * since).expand(*v.shape[:4], -1, -1)
             self.overlaps = self.pairs.products(r, k)  # M
@@ -451,9 +450,9 @@ class _PerHead:
         steps = g.expand(*g.shape[:-1], g.shape[-2]).tril(-1)
         self.within = steps.cumsum(-2).exp_().tril_()
 
-    def products(self, left: Tensor, k: Tensor) -> Tensor:
-        """Compute Σ_d left_i k_j exp(c_i - c_j) for i > j, (c, b, g, r, l, l)."""
-        return (left @ k.mT).tril_(-1) * self.within
+    def products(self, left: Tensor, k: Tensor, own: bool = False) -> Tensor:
+        """Compute Σ_d left_i k_j exp(c_i - c_j) for i > j, and with ``own`` for i = j, (c, b, g, r, l, l)."""
+        return (left @ k.mT).tril_(0 if own else -1) * self.within
 
     def gradients(self, dM: Tensor, M: Tensor, left: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of left, of k and of the log decays; ``dM`` is zero where not i > j."""
@@ -479,14 +478,15 @@ class _PerKey:
             self.levels.append((size, later.cumsum(-2).exp(), _sum_after(earlier).exp()))
             size *= 2
 
-    def products(self, left: Tensor, k: Tensor) -> Tensor:
-        """Compute Σ_d left_i k_j exp(c_i - c_j) for i > j, (c, b, g, r, l, l)."""
+    def products(self, left: Tensor, k: Tensor, own: bool = False) -> Tensor:
+        """Compute Σ_d left_i k_j exp(c_i - c_j) for i > j, and with ``own`` for i = j, (c, b, g, r, l, l)."""
         batch = torch.broadcast_shapes(left.shape[:4], self.levels[0][1].shape[:4]) if self.levels else left.shape[:4]
-        M = left.new_zeros(*batch, left.shape[4], left.shape[4])
+        blocks = (left * k).sum(-1) if own else left.new_zeros(())
+        blocks = blocks.expand(*batch, left.shape[4])[..., None, None]
         for size, since, until in self.levels:
             later, earlier = _later(left, size) * since, _earlier(k, size) * until
-            _below_diagonal(M, size).copy_(later @ earlier.mT)
-        return M
+            blocks = _twice(blocks, later @ earlier.mT)
+        return blocks[..., 0, :, :]
 
     def gradients(self, dM: Tensor, M: Tensor, left: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of left, of k and of the log decays; ``dM`` is zero where not i > j."""
@@ -520,11 +520,15 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
         width *= 2
     while size < length:
         first, second = X.unflatten(-3, (-1, 2)).unbind(-3)
-        X = L.new_zeros(*first.shape[:-2], 2 * size, 2 * size)
-        X[..., :size, :size], X[..., size:, size:] = first, second
-        torch.neg(second @ _below_diagonal(L, size) @ first, out=X[..., size:, :size])
+        X = _twice(X, -(second @ _below_diagonal(L, size) @ first))
         size *= 2
     return X[..., 0, :, :]
+
+
+def _twice(blocks: Tensor, below: Tensor) -> Tensor:
+    """Return lower triangles of twice the size, (..., m / 2, 2 s, 2 s), of those on the diagonal and what is below."""
+    first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
+    return torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([below, second], -1)], -2)
 
 
 def _below_diagonal(M: Tensor, size: int) -> Tensor:
