@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from refold.cache import default_folder
+from support.machine_code import keep_machine_code
 from support.products import thin
 
 # Each process of a parallel run has one thread: tests spend their time in compilers, which use one, and the threads of
@@ -52,9 +52,6 @@ def _what_is_old_stays():
 
 # No test reads or writes the user's own decisions; tests of them name a folder of their own.
 os.environ["REFOLD_CACHE"] = "off"
-
-
-_BUILD = Path(__file__).parents[1] / "build"
 
 
 # The same examples in each run, and no limit on the time that one takes, which a busy machine decides.
@@ -113,9 +110,10 @@ def pytest_sessionfinish(session):
     for test, seconds in SECONDS.items():
         files[test.partition("::")[0]] = files.get(test.partition("::")[0], 0.0) + seconds
     ordered = [dict(sorted(found.items(), key=lambda pair: -pair[1])) for found in (files, SECONDS)]
-    _BUILD.mkdir(exist_ok=True)
+    build = Path(__file__).parents[1] / "build"
+    build.mkdir(exist_ok=True)
     text = json.dumps([{name: round(s, 2) for name, s in found.items()} for found in ordered], indent=1)
-    (_BUILD / "durations.json").write_text(text + "\n")
+    (build / "durations.json").write_text(text + "\n")
 
 
 @pytest.fixture(autouse=True)
@@ -129,9 +127,7 @@ def _seed(request):
     if guards := sys.modules.get("torch._dynamo.guards"):
         # Dynamo measures how long guards take, and empties the processor's caches before: 30 ms of each compile.
         guards.profile_guard_manager = lambda *_: 0.0
-    if kernels := sys.modules.get("refold.ops.numba.kernel"):
-        # Numba's machine code, which is named after its text, is for all processes of this run and of later ones.
-        kernels.default_folder = lambda: default_folder() or _BUILD / "tests"
+    keep_machine_code()
     yield
     if versions := sys.modules.get("refold.versions"):
         versions.forget()

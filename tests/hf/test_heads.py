@@ -15,11 +15,11 @@ from refold.errors import ArgumentError
 from refold.integrations import heads
 from refold.models.torch.heads import _SumRows
 from support.families import OTHERS, ids, make, qwen
-from support.ranks import on_ranks
+from support.ranks import on_ranks, once
 
 BOUND = 1e-6
 """Norms and heads of transformers round to float32."""
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 5}
 NAMES = "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h", "zamba2"
 
 
@@ -55,12 +55,18 @@ def gradients(model):
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def on_one_device(model):
+    """Return logits, gradients and tokens."""
+    refold.accelerate(model)
+    return *gradients(model), model.eval().float().generate(ids(2, 5), **GREEDY).tolist()
+
+
 def compare(model, mesh):
     """Return what differs from one device; a model that holds its gradients is cut to see those of this rank."""
-    one = model.double().train()
-    many, wanted = copy.deepcopy(one), copy.deepcopy(one)
-    refold.accelerate(one)
-    y, found = gradients(one)
+    many = model.double().train()
+    wanted = copy.deepcopy(many)
+    y, found, tokens = once(mesh, lambda: on_one_device(copy.deepcopy(many)))
+    whole = sum(p.numel() for p in many.parameters())
     for name, p in wanted.named_parameters():
         p.data = torch.zeros_like(p) if name not in found else found[name]
     for cut in (many, wanted):
@@ -73,10 +79,8 @@ def compare(model, mesh):
             w, g = local(w.detach()), local(found[name])
             error = float((g - w).abs().max() / w.abs().max().clamp(min=least))
             wrong += [] if error <= BOUND else [f"{name} {error:.1e}"]
-    one, many = one.eval().float(), many.eval().float()  # which the lean model may read
-    tokens = [each.generate(ids(2, 5), **GREEDY).tolist() for each in (one, many)]
-    wrong += [] if tokens[0] == tokens[1] else [f"tokens {tokens}"]
-    whole = sum(p.numel() for p in one.parameters())
+    own = many.eval().float().generate(ids(2, 5), **GREEDY).tolist()  # which the lean model may read
+    wrong += [] if own == tokens else [f"tokens {own}, not {tokens}"]
     return wrong + ([] if sum(local(p).numel() for p in many.parameters()) < whole else ["nothing is cut"])
 
 

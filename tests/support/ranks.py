@@ -5,14 +5,22 @@ One process imports what the file needs, and its forks are the ranks: imports ta
 
 import socket
 from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.device_mesh import DeviceMesh
+
+from support.machine_code import keep_machine_code
 
 
 def _run(rank, size, port, work, folder, timeout):
     torch.set_num_threads(1)
+    if find_spec("numba"):
+        import_module("refold.ops.numba.kernel")
+        keep_machine_code()
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     torch.save(work(rank, size), folder / f"{rank}.pt")
@@ -21,6 +29,14 @@ def _run(rank, size, port, work, folder, timeout):
 
 def _forks(_, size, *rest):
     torch.multiprocessing.start_processes(_run, (size, *rest), nprocs=size, start_method="fork")
+
+
+def once(group, compute):
+    """Return on all ranks what the first computes: one device's results need not be computed by each."""
+    group = group.get_group() if isinstance(group, DeviceMesh) else group
+    found = [compute() if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(found, dist.get_global_rank(group, 0), group)
+    return found[0]
 
 
 def on_ranks(size, work, folder, timeout=60):

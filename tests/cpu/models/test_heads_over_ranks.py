@@ -16,7 +16,7 @@ from refold.models.torch import heads, model_for, take_layers_apart, to_device
 from refold.models.torch.heads import shard_heads
 from refold.parallel import Cut
 from support.models import GRANITE, MAMBA, MAMBA2, QWEN
-from support.ranks import on_ranks
+from support.ranks import on_ranks, once
 
 BOUND = 1e-6
 """States and sampling are float32."""
@@ -40,23 +40,33 @@ def configs():
     yield "qwen", dataclasses.replace(mixer(QWEN), nheads=6)
 
 
+def trained(config, params, ids, at, cut=None):
+    """Return logits of the tokens of some places, and leave gradients in parameters."""
+    tree_map(torch.Tensor.requires_grad_, params)
+    logits, _ = model_for(config).forward(config, params, ids[:, at], kind="all", group=cut)
+    (logits.square() * (1 + at[:, None])).sum().backward()
+    return logits.detach()
+
+
 def differences(config, group, time=None):
     """Return what a rank has otherwise than one device; ``time`` cuts the tokens over other ranks."""
     params = to_device(random_params(config))
     single, params = take_layers_apart(params), take_layers_apart(tree_map(torch.Tensor.double, params))
     own_config, own = shard_heads(config, params, group)
+    own = tree_map(lambda a: a.detach().clone(), own)  # what is not cut has gradients of its own, too
     ids = torch.randint(config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
-    found, every = [], torch.arange(9)
+    every = torch.arange(9)
     places = every if time is None else time.positions()
-    for c, p, at, cut in ((config, params, every, None), (own_config, own, places, time)):
-        tree_map(torch.Tensor.requires_grad_, p)
-        logits, _ = model_for(c).forward(c, p, ids[:, at], kind="all", group=cut)
-        (logits.square() * (1 + at[:, None])).sum().backward()
-        found.append(logits.detach())
+    logits = trained(own_config, own, ids, places, time)
+
+    def on_one_device():
+        return trained(config, params, ids, every), tree_map(lambda a: a.grad, params)
+
+    expected, gradients = once(group, on_one_device)
     for a in tree_leaves(own) if time is not None else ():
         all_reduce(a.grad, group=time.group)
-    wanted = shard_heads(config, tree_map(lambda a: a.grad, params), group)[1]
-    pairs = [("logits", found[1], found[0][:, places])]
+    wanted = shard_heads(config, gradients, group)[1]
+    pairs = [("logits", logits, expected[:, places])]
     pairs += [
         (str(path), a.grad, w) for (path, a), (_, w) in zip(*map(tree_leaves_with_path, (own, wanted)), strict=True)
     ]
@@ -71,10 +81,11 @@ def differences(config, group, time=None):
     ):
         wrong.append("nothing is cut")
     for sampling in () if time is not None else (None, Sampling(temperature=1.0, top_k=9, seed=3)):
-        tokens = [
-            Generator(c, p).generate([[1, 2, 3], [4]], 12, sampling=sampling)
-            for c, p in ((config, single), shard_heads(config, single, group))
-        ]
+
+        def generated(c, p, sampling=sampling):
+            return Generator(c, p).generate([[1, 2, 3], [4]], 12, sampling=sampling)
+
+        tokens = once(group, lambda: generated(config, single)), generated(*shard_heads(config, single, group))
         wrong += [] if tokens[0] == tokens[1] and len(tokens[0][0]) == 12 else [f"{tokens}"]
     return wrong
 
