@@ -28,6 +28,7 @@ from refold.ops.torch.launch import INTERPRETED, Launch, current_stream, last_co
 from refold.ops.torch.plans import contiguous, fresh
 from refold.ops.torch.tables import device_limits, lookup
 from refold.ops.triton.math import dot, exp2, silu
+from refold.ops.triton.slots import spread
 
 READ = [arg for arg in SPEC.args if arg.name in ("dt", "A", "C", "z", "dt_bias")]
 END = Arg("end", ("",), optional=True, dtypes=INTEGERS)
@@ -90,6 +91,13 @@ def _decays(dt_ptr, A_ptr, dt_bias_ptr, base, pid_b, pid_h, start, inside, strid
 
 
 @triton.jit
+def _first(sums, walker, nblocks, WALKERS: tl.constexpr):
+    """Return the log2 decay before the first block of a program."""
+    offs = tl.arange(0, WALKERS)
+    return tl.sum(tl.load(sums + offs, mask=(offs < walker) & (offs < nblocks), other=0.0), axis=0)
+
+
+@triton.jit
 def _next(sums, base, block, nblocks, WALKERS: tl.constexpr):
     """Return the log2 decay before the next block of a program, which is WALKERS blocks later."""
     offs = block + tl.arange(0, WALKERS)
@@ -106,8 +114,8 @@ def _ssd_enter_kernel(
 ):  # fmt: skip
     """Grid (walkers, heads * blocks of channels, rows): a program takes every WALKERS-th block of tokens.
 
-    Reads C, z and y where the state reaches, and writes y there. The last walker copies the state, and adds what is
-    left of it to the final one. A state that is not finite reaches all tokens.
+    Reads C, z and y where the state reaches, and writes y there; a program that it does not reach reads only sums. The
+    last walker copies the state, adds what is left of it to the final one, and writes NaN for what is not finite.
     """
     blocks_p = tl.cdiv(headdim, BLOCK_P)
     walker = tl.program_id(0)
@@ -122,52 +130,59 @@ def _ssd_enter_kernel(
     mask_np = mask_n[:, None] & mask_p[None, :]
     row = pid_b * nheads + pid_h
     offs_np = row * headdim * dstate + offs_p[None, :] * dstate + offs_n[:, None]
-    state = tl.load(state_ptr + offs_np, mask=mask_np, other=0.0)
-    if walker == WALKERS - 1:
+    tokens = _tokens(end_ptr, seqlen)
+    sums = sums_ptr + row * nblocks
+    base = _first(sums, walker, nblocks, WALKERS)
+    last = walker == WALKERS - 1
+    reached = (walker * BLOCK < tokens) & ((base >= least) | (base != base))
+    state = tl.load(state_ptr + offs_np, mask=spread(reached | last, mask_np), other=0.0)
+    spoiled = tl.max((~(tl.abs(state) < float("inf"))).to(tl.int32), axis=0)
+    y_rows = y_ptr + (pid_b * seqlen * nheads + pid_h) * headdim + offs_p[None, :]
+    if last:
         tl.store(kept_ptr + offs_np, state, mask=mask_np)
         if final_ptr is not None:
             final = tl.load(final_ptr + offs_np, mask=mask_np, other=0.0)
             tl.store(final_ptr + offs_np, final + tl.load(move_ptr + row) * state, mask=mask_np)
-    spoiled = tl.max((~(tl.abs(state) < float("inf"))).to(tl.int32), axis=0)
-    bad = tl.max(spoiled, axis=0) > 0
+        if tl.max(spoiled, axis=0) > 0:
+            for first in range(0, tokens, BLOCK):
+                t = first + offs_t[:, None]
+                nothing = tl.full((BLOCK, BLOCK_P), float("nan"), tl.float32).to(y_ptr.dtype.element_ty)
+                mask = (t < tokens) & (spoiled > 0)[None, :]
+                tl.store(y_rows + t.to(tl.int64) * (nheads * headdim), nothing, mask=mask)
     operand = state.to(C_ptr.dtype.element_ty)
-    tokens = _tokens(end_ptr, seqlen)
-    sums = sums_ptr + row * nblocks
-    offs_k = tl.arange(0, WALKERS)
-    base = tl.sum(tl.load(sums + offs_k, mask=(offs_k < walker) & (offs_k < nblocks), other=0.0), axis=0)
     block = walker
-    while (block * BLOCK < tokens) & (bad | (base >= least) | (base != base)):
+    while (block * BLOCK < tokens) & ((base >= least) | (base != base)):
         start = block.to(tl.int64) * BLOCK
         inside = block * BLOCK + offs_t < tokens
         mask_tp = inside[:, None] & mask_p[None, :]
         C_rows = C_ptr + pid_b * stride_C_b + start * stride_C_t + pid_g * stride_C_g
         C_tile = tl.load(C_rows + offs_t[:, None] * stride_C_t + offs_n[None, :],
                          mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
+        y_tile = y_rows + (start + offs_t[:, None]) * (nheads * headdim)
+        y = tl.load(y_tile, mask=mask_tp, other=0.0).to(tl.float32)
         left = _decays(dt_ptr, A_ptr, dt_bias_ptr, base, pid_b, pid_h, start, inside, stride_dt_b, stride_dt_t,
                        stride_dt_h, dt_min, dt_max, BLOCK, SOFTPLUS)  # fmt: skip
+        base = _next(sums, base, block, nblocks, WALKERS)
         added = dot(C_tile, operand, None, PRECISION) * left[:, None]
         added = tl.where(spoiled[None, :] > 0, float("nan"), added)
         if z_ptr is not None:
             z_rows = z_ptr + pid_b * stride_z_b + start * stride_z_t + pid_h * stride_z_h
             z_tile = tl.load(z_rows + offs_t[:, None] * stride_z_t + offs_p[None, :], mask=mask_tp, other=0.0)
             added *= silu(z_tile.to(tl.float32))
-        y_tile = y_ptr + ((pid_b * seqlen + start + offs_t[:, None]) * nheads + pid_h) * headdim + offs_p[None, :]
-        y = tl.load(y_tile, mask=mask_tp, other=0.0).to(tl.float32) + added
-        tl.store(y_tile, y.to(y_ptr.dtype.element_ty), mask=mask_tp)
-        base = _next(sums, base, block, nblocks, WALKERS)
+        tl.store(y_tile, (y + added).to(y_ptr.dtype.element_ty), mask=mask_tp)
         block += WALKERS
 
 
 @triton.jit
 def _ssd_enter_bwd_kernel(
-    dt_ptr, A_ptr, C_ptr, z_ptr, dt_bias_ptr, end_ptr, sums_ptr, dy_ptr, parts_ptr,
+    dt_ptr, A_ptr, C_ptr, z_ptr, dt_bias_ptr, end_ptr, sums_ptr, dy_ptr, parts_ptr, reached_ptr,
     seqlen, nblocks, nheads, ngroups, headdim, dstate, dt_min, dt_max, least,
     stride_dt_b, stride_dt_t, stride_dt_h, stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_z_h,
     stride_dy_b, stride_dy_t, stride_dy_h,
     BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, WALKERS: tl.constexpr,
     SOFTPLUS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid as of `_ssd_enter_kernel`: a program writes the gradient of the state from its blocks of tokens."""
+    """Grid as of `_ssd_enter_kernel`: a program writes whether it is reached, and then its part of the gradient."""
     blocks_p = tl.cdiv(headdim, BLOCK_P)
     walker = tl.program_id(0)
     pid_h = tl.program_id(1) // blocks_p
@@ -181,8 +196,9 @@ def _ssd_enter_bwd_kernel(
     row = pid_b * nheads + pid_h
     tokens = _tokens(end_ptr, seqlen)
     sums = sums_ptr + row * nblocks
-    offs_k = tl.arange(0, WALKERS)
-    base = tl.sum(tl.load(sums + offs_k, mask=(offs_k < walker) & (offs_k < nblocks), other=0.0), axis=0)
+    base = _first(sums, walker, nblocks, WALKERS)
+    reached = (walker * BLOCK < tokens) & ((base >= least) | (base != base))
+    tl.store(reached_ptr + row * WALKERS + walker, reached.to(tl.int8))  # all blocks of channels write the same
     gradient = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     block = walker
     while (block * BLOCK < tokens) & ((base >= least) | (base != base)):
@@ -201,17 +217,17 @@ def _ssd_enter_bwd_kernel(
             dy *= silu(z_tile.to(tl.float32))
         left = _decays(dt_ptr, A_ptr, dt_bias_ptr, base, pid_b, pid_h, start, inside, stride_dt_b, stride_dt_t,
                        stride_dt_h, dt_min, dt_max, BLOCK, SOFTPLUS)  # fmt: skip
-        gradient = dot(tl.trans((dy * left[:, None]).to(C_tile.dtype)), C_tile, gradient, PRECISION)
         base = _next(sums, base, block, nblocks, WALKERS)
+        gradient = dot(tl.trans((dy * left[:, None]).to(C_tile.dtype)), C_tile, gradient, PRECISION)
         block += WALKERS
     part = (row * WALKERS + walker) * headdim * dstate
     tl.store(parts_ptr + part + offs_p[:, None] * dstate + offs_n[None, :], gradient,
-             mask=mask_p[:, None] & mask_n[None, :])  # fmt: skip
+             mask=spread(reached, mask_p[:, None] & mask_n[None, :]))  # fmt: skip
 
 
 @triton.jit
 def _ssd_enter_bwd_sum_kernel(
-    parts_ptr, move_ptr, dstate_ptr, out_ptr, rows, size, WALKERS: tl.constexpr, BLOCK: tl.constexpr,
+    parts_ptr, reached_ptr, move_ptr, dstate_ptr, out_ptr, rows, size, WALKERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of a state, rows * heads): writes to ``out`` the sum of the walkers' parts, and behind it the maps.
 
@@ -224,7 +240,8 @@ def _ssd_enter_bwd_sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     if parts_ptr is not None:
         for walker in range(WALKERS):
-            total += tl.load(parts_ptr + (pid * WALKERS + walker) * size + offs, mask=mask, other=0.0)
+            own = pid * WALKERS + walker
+            total += tl.load(parts_ptr + own * size + offs, mask=spread(tl.load(reached_ptr + own), mask), other=0.0)
     if dstate_ptr is not None:
         total += move * tl.load(dstate_ptr + pid * size + offs, mask=mask, other=0.0)
     tl.store(out_ptr + pid * size + offs, total, mask=mask)
@@ -325,15 +342,16 @@ def enter_backward(
     walk = _Walk(dt, C, z, state, dt_softplus, dt_limit, least, "gradient_p")
     launch = Launch(_ssd_enter_bwd_kernel, walk.grid, walk.consts, walk.options)
     new_parts = fresh((walk.rows, walk.walkers, walk.size), torch.float32, C.device)
+    new_reached = fresh((walk.rows, walk.walkers), torch.int8, C.device)
     add = walk.over_states(_ssd_enter_bwd_sum_kernel, triton.cdiv(walk.size, 1024), WALKERS=walk.walkers)
     dy_strides = () if dy is None else dy.stride()[:3]
 
     def run(dt, A, C, z, dt_bias, end, state, move, dy, dfinal, out):
-        stream, parts = current_stream(dt.device), None
+        stream, parts, reached = current_stream(dt.device), None, None
         if dy is not None:
-            sums, parts = walk.new_sums(), new_parts()
+            sums, parts, reached = walk.new_sums(), new_parts(), new_reached()
             walk.sums(stream, dt, A, dt_bias, end, sums, *walk.sums_ints)
-            launch(stream, dt, A, C, z, dt_bias, end, sums, dy, parts, *walk.ints, *dy_strides)
-        add(stream, parts, move, dfinal, out, walk.rows, walk.size)
+            launch(stream, dt, A, C, z, dt_bias, end, sums, dy, parts, reached, *walk.ints, *dy_strides)
+        add(stream, parts, reached, move, dfinal, out, walk.rows, walk.size)
 
     return run

@@ -33,7 +33,7 @@ STEP = Table({"tile": 2048, "warps": 4, "few": 256, "few_tile": 1024, "few_warps
 """Keys: tile (state elements per program) and warps; the same where there are fewer states than ``few``."""
 
 ENTER = Table(
-    {"block": 32, "block_p": 64, "gradient_p": 32, "tile": 8192, "walkers": 32, "slots": 8, "warps": 4},
+    {"block": 32, "block_p": 64, "gradient_p": 32, "tile": 8192, "walkers": 32, "slots": 16, "warps": 4},
     dtypes={"float32": {"block_p": 32, "precision": "bf16x6"}},
 )
 """Keys: as of the forward; block (tokens), gradient_p (channels per program for the gradient), walkers (at most, of a
