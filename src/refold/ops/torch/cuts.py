@@ -18,9 +18,14 @@ LAYOUTS = "contiguous", "zigzag"
 _GROUPS: dict[str, Any] = {}
 """Name -> process group: nodes of graphs hold names."""
 
+_CUTS: dict[Any, Cut] = {}
+"""What nodes stand for."""
+
 _ALL_GATHER = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )  # by its newer name, if it has one
+
+_SENT = torch.float32, torch.float64  # What every backend of torch.distributed sends as it is.
 
 _FACTS = 16  # Numbers that a rank tells the others: whether it goes on, its tokens, and a checksum for each fact.
 
@@ -105,7 +110,12 @@ def cut_of_node(name: str, lengths: Sequence[int], layout: str) -> Cut:
     """Return the cut that the node of a graph stands for."""
     if name not in _GROUPS:
         raise ArgumentError(f"Cut: group {name} is not known. Make a Cut(group) before a compiled function has it.")
-    return Cut(_GROUPS[name], tuple(lengths) or None, layout)
+    key = name, tuple(lengths), layout
+    if (found := _CUTS.get(key)) is None or found.group is not _GROUPS[name]:
+        if len(_CUTS) > 4096:
+            _CUTS.clear()
+        found = _CUTS[key] = Cut(_GROUPS[name], tuple(lengths) or None, layout)
+    return found
 
 
 def node_of(group: Any) -> tuple[str, list[int], str]:
@@ -179,7 +189,8 @@ def agree(
 
 def all_gather(cut: Cut, row: Tensor, meanwhile: Callable[[], object] = lambda: None) -> Tensor:
     """Return the rows of all ranks, ``(n, ...)``; each passes one of the same shape, and does something meanwhile."""
-    flat = row.contiguous().view(torch.uint8).flatten() if row.dim() else row
+    plain = row.dim() == 1 and row.dtype in _SENT
+    flat = row if plain or not row.dim() else row.contiguous().view(torch.uint8).flatten()
     if cut.size == 1 or not flat.numel():
         meanwhile()
         return row.expand(cut.size, *row.shape)
@@ -187,6 +198,8 @@ def all_gather(cut: Cut, row: Tensor, meanwhile: Callable[[], object] = lambda: 
     sending = _ALL_GATHER(told, flat, group=cut.group, async_op=True)
     meanwhile()
     sending.wait()
+    if plain:
+        return told.view(cut.size, -1)
     return told.view(row.dtype).view(cut.size, *row.shape)
 
 

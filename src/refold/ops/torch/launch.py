@@ -163,6 +163,8 @@ class LaunchPlanned(Planned):
             plan = super().plan(**arguments)
 
         def there(*arrays: Any) -> Any:
+            if torch.cuda.current_device() == device.index:
+                return plan(*arrays)
             with torch.cuda.device(device):
                 return plan(*arrays)
 

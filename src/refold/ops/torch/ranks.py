@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, cast
 
@@ -31,10 +31,10 @@ from refold.errors import ArgumentError, RefoldError
 from refold.ops.arrays import meta_of
 from refold.ops.backends import backend_module, resolve
 from refold.ops.spec import CU_SEQLENS, Arg, Carry, Meta, OpSpec, all_specs, check_cu_seqlens_values, shape_of
-from refold.ops.torch import sharded
+from refold.ops.torch import private, sharded
 from refold.ops.torch.cuts import Cut, Piece, agree, all_gather, cut_of_node, node_of, pieces
-from refold.ops.torch.nodes import define, differentiate, refuse_derivative
-from refold.ops.torch.registry import OPS, prepared, signature_of
+from refold.ops.torch.nodes import apart_from_autocast, define, differentiate, refuse_derivative
+from refold.ops.torch.registry import OPS, gradients_alone, is_plain, prepared, run_alone, signature_of
 from refold.ops.torch.spoiled import spoil
 
 INITIAL = "initial_state"
@@ -54,13 +54,8 @@ STEPS = {"cuda": 256}
 HOOKS = "leave", "enter", "enter_backward"
 """Functions that a backend may have: what tokens leave, what a state that enters adds to results, and its gradient."""
 
-_DESCRIBED: dict[Any, tuple[Meta, Carry, torch.dtype, dict[str, Any] | None]] = {}
-"""What is known of the arguments of a call, by all that it depends on: finding out takes half of the host's time."""
-
-_PLANS: dict[Any, Callable[..., Any]] = {}
-"""The plans of `HOOKS`, by signature."""
-
-_LIMIT = 4096  # Entries of either.
+_DESCRIBED: dict[Any, _Described] = {}
+"""What is known of the arguments of calls, by signature: finding out takes most of the host's time."""
 
 
 @cache
@@ -84,7 +79,49 @@ def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: st
     except RefoldError:
         _ask(cut_of_node(*node), spec, _named(spec, arrays), (), refused=True)
         raise
-    return OPS[f"{spec.name}_ranks"](*arrays, *spec.written_options(options), backend, *node, writes)[:2]
+    inputs = (*arrays, *spec.written_options(options), backend, *node, writes)
+    if private.watched() or torch.is_autocast_enabled(arrays[0].device.type) or not is_plain(arrays, options):
+        return OPS[f"{spec.name}_ranks"](*inputs)[:2]
+    direct = _DIRECT[spec.name]
+    if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays):
+        return direct.apply(*inputs)[:2]
+    return direct.run(*inputs)[:2]
+
+
+class _Described:
+    """What does not depend on values, nor on other ranks.
+
+    Attributes:
+        meta: Of the arguments.
+        carry: How states follow from states.
+        dtype: Of states on their way.
+        timed: The arguments that have tokens.
+        hooks: `HOOKS` of the backend, if it has them.
+        plans: Of hooks.
+        shape: Of the states of the rows of a batch.
+        map_shape: Of a map.
+        results: Shapes and dtypes of y and of the final states.
+        wide: Options with which final states have the dtype that they are computed in.
+    """
+
+    def __init__(self, spec: OpSpec, arrays: dict[str, Any], options: dict[str, Any], backend: str) -> None:
+        self.meta, self.carry, module = _described(spec, arrays, options, backend)
+        self.dtype, self.timed = _state_dtype(spec, self.meta), {arg.name for arg in spec.args if arg.timed}
+        self.shape = shape_of(spec.outputs[1].axes, {**self.meta.sizes, "k": self.meta.sizes["b"]})
+        self.map_shape = _map_shape(spec, self.meta, self.carry)
+        hooks = {name: getattr(module, name, None) for name in HOOKS}
+        usable = None not in hooks.values() and 0 not in self.shape + self.map_shape
+        self.hooks: dict[str, Any] | None = hooks if usable else None
+        self.plans: dict[Any, Callable[..., Any]] = {}
+        self.results = [(shape, getattr(torch, dtype)) for shape, dtype in spec.output_metas(self.meta)]
+        self.wide = tuple(_wide(options).values())
+
+
+@lru_cache(maxsize=1024)
+def _cut_up(lengths: tuple[int, ...], layout: str, writes: int) -> tuple[list[Piece], list[_Part]]:
+    """Return the runs of tokens of all ranks, and the parts that have some, without a pack."""
+    runs = pieces(lengths, layout, writes)
+    return runs, [_Part(p, None, p.end == sum(lengths)) for p in runs if p.end > p.begin]
 
 
 class _Part:
@@ -143,29 +180,29 @@ class _Call:
 
     def __init__(self, spec: OpSpec, inputs: Sequence[Any], told: Sequence[int] | None = None) -> None:
         count, self.spec = len(spec.args), spec
-        self.arrays = _named(spec, inputs[:count])
-        self.options = dict(zip([o.name for o in spec.options], spec.unwritten_options(inputs[count:-5]), strict=True))
+        arrays, options = inputs[:count], spec.unwritten_options(inputs[count:-5])
+        self.arrays = _named(spec, arrays)
+        self.options = dict(zip([o.name for o in spec.options], options, strict=True))
         self.backend, self.cut, self.writes = inputs[-5], cut_of_node(*inputs[-4:-1]), inputs[-1]
-        size = self.cut.size
+        size, rank = self.cut.size, self.cut.rank
         self.lengths = list(told[:size] if told else self._told())
-        key = self.backend, *[a if a is None else (a.shape, a.dtype, a.device) for a in inputs[:count]]
-        key = spec.name, str(self.options), *key
+        key = spec.name, signature_of(arrays, options, self.backend)
         if (found := _DESCRIBED.get(key)) is None:
-            meta, carry, module = _described(spec, self.arrays, self.options, self.backend)
-            hooks = {name: getattr(module, name, None) for name in HOOKS}
-            usable = None not in hooks.values() and 0 not in _map_shape(spec, meta, carry)
-            found = meta, carry, _state_dtype(spec, meta), hooks if usable else None
-            _remember(_DESCRIBED, key, found)
-        self.meta, self.carry, self.dtype, self.hooks = found
-        self.wide = spec.written_options(list(_wide(self.options).values()))
+            if len(_DESCRIBED) >= 4096:
+                _DESCRIBED.clear()
+            found = _DESCRIBED[key] = _Described(spec, self.arrays, self.options, self.backend)
+        self.found, self.meta, self.carry, self.dtype, self.hooks = (
+            found, found.meta, found.carry, found.dtype, found.hooks,
+        )  # fmt: skip
         self.offsets = self.arrays.get(CU_SEQLENS)
         self.window = self.meta.sizes["w"] - 1 if self.carry.kind == "window" else None
         self.total = sum(self.lengths)
-        self.pieces = pieces(self.lengths, self.cut.layout, self.writes)
-        parts = [p for p in self.pieces if p.end > p.begin]
-        self.parts = [_Part(p, self.offsets, p.end == self.total) for p in parts]
-        self.mine = [part for part in self.parts if part.piece.rank == self.cut.rank]
-        self.slots = [p for p in self.pieces if p.rank == self.cut.rank]
+        self.pieces, self.parts = _cut_up(tuple(self.lengths), self.cut.layout, self.writes)
+        if self.offsets is not None:
+            self.parts = [_Part(part.piece, self.offsets, part.closes) for part in self.parts]
+        self.mine = [part for part in self.parts if part.piece.rank == rank]
+        self.slots = [p for p in self.pieces if p.rank == rank]
+        self.tokens = arrays[0].shape[1]
         self.done: dict[Piece, tuple[Tensor, Tensor]] = {}
         """Results as if zeros entered."""
         self.maps: dict[Piece, Tensor] = {}
@@ -198,10 +235,8 @@ class _Call:
 
     def given(self, part: _Part, initial: Tensor | None, **changed: Any) -> list[Any]:
         """Return the arrays of the operator's own call on a part."""
-        found = {
-            arg.name: self.of(part, a) if arg.timed else a
-            for arg, a in zip(self.spec.args, self.arrays.values(), strict=True)
-        }
+        timed = () if part.count == self.tokens else self.found.timed
+        found = {n: a[:, part.tokens] if a is not None and n in timed else a for n, a in self.arrays.items()}
         found |= {INITIAL: initial}
         if CU_SEQLENS in found:
             found[CU_SEQLENS] = part.offsets
@@ -209,7 +244,7 @@ class _Call:
 
     def run(self, arrays: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Run the operator itself; its states are not rounded."""
-        y, state = OPS[self.spec.name](*arrays, *self.wide, self.backend)
+        y, state = run_alone(self.spec.name, arrays, self.found.wide, self.backend)
         return y, state
 
     def initial(self, part: _Part, row: Tensor | None) -> Tensor | None:
@@ -219,7 +254,7 @@ class _Call:
             return given
         shape = self.shape(k=self.meta.sizes["k"])
         states = self.zeros(shape) if given is None else given.to(torch.promote_types(given.dtype, self.dtype))
-        row = self.zeros(self.shape()) if row is None else row
+        row = self.zeros(self.found.shape) if row is None else row
         return part.put(states, part.first, row.to(states.dtype), part.enters)
 
     def left(self, part: _Part) -> Tensor | None:
@@ -243,7 +278,7 @@ class _Call:
             self.reach[piece] = near = near()
         # What nothing enters, and what nothing is left of, needs no map.
         mapped = near == part.count and part.enters is not False and not part.closes
-        self.maps[piece] = self.map(part).to(self.dtype) if mapped else self.zeros(self.map_shape())
+        self.maps[piece] = self.map(part).to(self.dtype) if mapped else self.zeros(self.found.map_shape)
         return self.row(part.row(states, part.last), self.maps[piece])
 
     def measure(self) -> None:
@@ -256,9 +291,7 @@ class _Call:
     def entered(self, part: _Part, state: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Return the results of a part that a state enters, and keep that."""
         done = self.done.pop(part.piece, None)
-        if state is None:
-            kept.zero_()
-        elif self.hooks is None:
+        if state is not None and self.hooks is None:
             kept.copy_(state)
         if done is not None and part.enters is False:
             return done
@@ -372,41 +405,49 @@ class _Call:
     def hook(self, name: str, part: _Part, **given: Any) -> Any:
         """Run one of `HOOKS` of the backend on a part."""
         assert self.hooks is not None
-        function, least = self.hooks[name], math.log(torch.finfo(self.dtype).eps * NEGLIGIBLE)
-        timed = {arg.name: arg.timed for arg in self.spec.args}
+        names = self.hooks[name].names
+        timed = () if part.count == self.tokens else self.found.timed
         given["end"] = None if part.pack is None else part.entered_tokens
         arrays = [
-            given[n] if n in given else self.of(part, self.arrays[n]) if timed[n] else self.arrays[n]
-            for n in function.names
-        ]
-        options = [*self.options.values(), least]
-        key = self.spec.name, name, signature_of(arrays, options, self.backend)
-        if (plan := _PLANS.get(key)) is None:
-            plan = function.plan(**dict(zip(function.names, arrays, strict=True)), **self.options, least=least)
-            _remember(_PLANS, key, plan)
+            given[n] if n in given else self.arrays[n][:, part.tokens] if n in timed and self.arrays[n] is not None
+            else self.arrays[n] for n in names
+        ]  # fmt: skip
+        # All else is as it always is for arguments of a signature: made by a call, or in a row.
+        others = signature_of([given.get("dy"), given.get("dfinal")], (), "")
+        key = name, part.piece.at, part.count, given.get("out") is None, given.get("final") is None, others, NEGLIGIBLE
+        if (plan := self.found.plans.get(key)) is None:
+            least = math.log(torch.finfo(self.dtype).eps * NEGLIGIBLE)
+            named = dict(zip(names, arrays, strict=True))
+            plan = self.found.plans[key] = self.hooks[name].plan(**named, **self.options, least=least)
         return plan(*arrays)
 
     def row(self, state: Tensor | None = None, move: Tensor | None = None) -> Tensor:
         """Return a row of numbers as a rank passes them, with room for a state and a map; with them, if given."""
-        count = math.prod(self.shape()) + math.prod(self.map_shape())
+        count = math.prod(self.found.shape) + math.prod(self.found.map_shape)
         row = self.new((-(-count // ALIGNED) * ALIGNED,))
-        for place, part in zip(self.parted(row), (state, move), strict=True):
-            if part is not None:
-                place.copy_(part)
+        if state is not None:
+            self.state_in(row).copy_(state)
+        if move is not None:
+            self.map_in(row).copy_(move)
         return row
 
-    def parted(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state and the map in a row."""
-        shape, moved = self.shape(), self.map_shape()
-        count = math.prod(shape)
-        return row[:count].view(shape), row[count : count + math.prod(moved)].view(moved)
+    def state_in(self, row: Tensor) -> Tensor:
+        """Return the state in a row."""
+        shape = self.found.shape
+        return row[: math.prod(shape)].view(shape)
+
+    def map_in(self, row: Tensor) -> Tensor:
+        """Return the map in a row."""
+        at, shape = math.prod(self.found.shape), self.found.map_shape
+        return row[at : at + math.prod(shape)].view(shape)
 
     def told(self, rows: dict[Piece, Tensor], meanwhile: Callable[[], object] = lambda: None) -> dict[Piece, Tensor]:
         """Return the `row` of each run of tokens, as its rank passes it: the one all-gather of a call."""
         own = [rows[piece] if piece in rows else self.row() for piece in self.slots]
-        found = all_gather(self.cut, own[0][None] if len(own) == 1 else torch.stack(own), meanwhile)
-        each = [iter(rank) for rank in found]
-        return {piece: next(each[piece.rank]) for piece in self.pieces}
+        flat = own[0] if len(own) == 1 else torch.cat(own)
+        each = all_gather(self.cut, flat, meanwhile).reshape(self.cut.size * len(own), len(own[0])).unbind()
+        ranks = [iter(each[at : at + len(own)]) for at in range(0, len(each), len(own))]
+        return {piece: next(ranks[piece.rank]) for piece in self.pieces}
 
     def gradient(self, part: _Part, own: Tensor | None, leaving: Tensor | None) -> Tensor | None:
         """Return the gradient of the final states of a part: of those that end in it, and of what leaves it."""
@@ -417,14 +458,12 @@ class _Call:
         own = self.zeros(self.shape(k=self.meta.sizes["k"])) if own is None else own
         return part.put(own, part.last, part.row(own, part.last) + leaving, True)
 
-    def map_shape(self) -> tuple[int, ...]:
-        """Return the shape of a map."""
-        return _map_shape(self.spec, self.meta, self.carry)
-
     def passed(self, part: _Part, row: Tensor, state: Tensor | None, *, back: bool = False) -> Tensor:
         """Return the state after a part that told ``row``, from that before; or, ``back``, gradients the other way."""
-        own, move = self.parted(row)
-        return own if state is None else own + _pick(part.through, self.moved(part, move, state, back=back))
+        own = self.state_in(row)
+        if state is None:
+            return own
+        return own + _pick(part.through, self.moved(part, self.map_in(row), state, back=back))
 
     def moved(self, part: _Part, move: Tensor, state: Tensor, *, back: bool = False) -> Tensor:
         """Apply the map of a part, or its transpose, to a state."""
@@ -448,26 +487,23 @@ def _forward(spec: OpSpec) -> Callable[..., Any]:
     def forward(*inputs: Any) -> Any:
         with torch.no_grad():
             call, x = _Call(spec, inputs), inputs[0]
+            (y_shape, y_dtype), (shape, dtype) = call.found.results
             rows = {part.piece: row for part in call.mine if (row := call.left(part)) is not None}
             told = call.told(rows, call.measure)
-            (y_shape, y_dtype), (shape, dtype) = spec.output_metas(call.meta)
             parts, finals = list[Tensor](), list[Tensor]()
-            kept, state = (
-                (call.new if len(call.mine) == len(call.slots) else call.zeros)((len(call.slots), *call.shape())),
-                None,
-            )
+            kept, state = call.new((len(call.slots), *call.found.shape)), None  # what nothing enters is not read
             for part in call.parts if call.mine else ():
                 if part.piece in call.slots:
                     y, states = call.entered(part, state, kept[call.slots.index(part.piece)])
                     parts.append(y)
-                    finals.append(_pick(part.own, states.to(getattr(torch, dtype))))
+                    finals.append(_pick(part.own, states.to(dtype)))
                 if part is call.mine[-1]:
                     break
                 state = call.passed(part, told[part.piece], state)
-            final = sum(finals[1:], finals[0]) if finals else x.new_zeros(shape, dtype=getattr(torch, dtype))
-            moves = [call.maps[p] if p in call.maps else call.zeros(call.map_shape()) for p in call.slots]
-            y = x.new_empty((y_shape[0], 0, *y_shape[2:]), dtype=getattr(torch, y_dtype))
-            y = parts[0] if len(parts) == 1 else torch.cat(parts, 1) if parts else y
+            final = sum(finals[1:], finals[0]) if finals else x.new_zeros(shape, dtype=dtype)
+            moves = [call.maps[p] if p in call.maps else call.new(call.found.map_shape) for p in call.slots]
+            parts = parts or [x.new_empty((y_shape[0], 0, *y_shape[2:]), dtype=y_dtype)]
+            y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             reach = [call.reach.get(piece, 0) for piece in call.slots]
             return y, final, kept, _stacked(moves), torch.tensor([*call.lengths, *reach])
 
@@ -489,9 +525,8 @@ def _backward(spec: OpSpec) -> Callable[..., Any]:
 
             def differentiated(part: _Part, piece: Piece, dstate: Any, wanted: Sequence[bool]) -> list[Tensor]:
                 arrays = call.given(part, call.initial(part, entering[piece]))
-                run = OPS[f"{spec.name}_backward"]
-                found: list[Tensor] = run(call.of(part, dy), dstate, *arrays, *call.wide, list(wanted), call.backend)
-                return found
+                given = [call.of(part, dy), dstate]
+                return gradients_alone(spec.name, given, arrays, call.found.wide, wanted, call.backend)
 
             def of_entering(part: _Part) -> Tensor:
                 """Return the gradient of the state that enters, without what later parts ask for, and the map."""
@@ -591,12 +626,6 @@ def _state_dtype(spec: OpSpec, meta: Meta) -> torch.dtype:
     return getattr(torch, dtype)  # type: ignore[no-any-return]
 
 
-def _remember(known: dict[Any, Any], key: Any, found: Any) -> None:
-    if len(known) >= _LIMIT:
-        known.clear()
-    known[key] = found
-
-
 def _described(
     spec: OpSpec, arrays: dict[str, Any], options: dict[str, Any], backend: str
 ) -> tuple[Meta, Carry, ModuleType]:
@@ -650,8 +679,12 @@ def _backward_fake(spec: OpSpec) -> Callable[..., Any]:
     return fake
 
 
-def _differentiate(spec: OpSpec) -> None:
-    count, name = len(spec.args), f"{spec.name}_ranks"
+_DIRECT: dict[str, Any] = {}
+"""Functions of autograd, and what they run, for calls at which nothing looks: the dispatcher takes longer."""
+
+
+def _differentiate(spec: OpSpec, run: Callable[..., Any], run_backward: Callable[..., list[Tensor]]) -> None:
+    count, name, plain = len(spec.args), f"{spec.name}_ranks", apart_from_autocast(run_backward)
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         ctx.mark_non_differentiable(*output[2:])
@@ -661,10 +694,20 @@ def _differentiate(spec: OpSpec) -> None:
 
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, *_: Any) -> tuple[Any, ...]:
         needs = [need and arg.differentiable for need, arg in zip(ctx.needs_input_grad, spec.args, strict=False)]
-        found = iter(OPS[f"{name}_backward"](dy, dfinal, *ctx.saved_tensors, *ctx.options, needs))
-        return tuple(next(found) if need else None for need in needs) + (None,) * len(ctx.options)
+        # With gradients enabled (create_graph), the node says that there is no second derivative.
+        direct = not (private.watched() or torch.is_grad_enabled()) and is_plain((dy, dfinal), ())
+        found = (plain if direct else OPS[f"{name}_backward"])(dy, dfinal, *ctx.saved_tensors, *ctx.options, needs)
+        gradients = iter(found)
+        return tuple(next(gradients) if need else None for need in needs) + (None,) * len(ctx.options)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        results = run(*inputs)
+        setup_context(ctx, inputs, results)
+        return results
 
     differentiate(name, backward, setup_context)
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "run": staticmethod(run)}
+    _DIRECT[spec.name] = type(name, (torch.autograd.Function,), members)
 
 
 def _register(spec: OpSpec) -> None:
@@ -673,16 +716,17 @@ def _register(spec: OpSpec) -> None:
     inputs = f"{arrays}{options}, str backend, str group, int[] lengths, str layout, int writes"
     name, kept = f"{spec.name}_ranks", "Tensor kept, Tensor moves, Tensor told"
     results = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
-    OPS[name] = define(name, f"({inputs}) -> {results}", _forward(spec), _forward_fake(spec), padded=True)
+    forward, backward = _forward(spec), _backward(spec)
+    OPS[name] = define(name, f"({inputs}) -> {results}", forward, _forward_fake(spec), padded=True)
     OPS[f"{name}_backward"] = define(
         f"{name}_backward",
         f"(Tensor? dy, Tensor? dfinal, {kept}, {inputs}, bool[] needs) -> Tensor[]",
-        _backward(spec),
+        backward,
         _backward_fake(spec),
         padded=True,
     )
     refuse_derivative(f"{name}_backward")
-    _differentiate(spec)
+    _differentiate(spec, forward, backward)
 
 
 for _spec in all_specs():

@@ -127,6 +127,28 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
     return OPS[name](*arrays, *runner.spec.written_options(options), backend)
 
 
+def run_alone(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> Any:
+    """Run the op ``name`` inside of another, of tensors and options as nodes get them, without a gradient."""
+    runner = RUNNERS[name]
+    if private.watched():
+        return OPS[name](*arrays, *runner.spec.written_options(options), backend)
+    for known in runner.recent:
+        if known.holds(arrays, options, backend):
+            return known.run(*arrays)
+    return runner(arrays, options, backend)
+
+
+def gradients_alone(
+    name: str, gradients: Sequence[Any], arrays: Sequence[Any], options: Sequence[Any], needs: Sequence[bool],
+    backend: str,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients that ``needs`` marks of the op ``name``, which runs inside of another: see `run_alone`."""
+    spec = RUNNERS[name].spec
+    run = OPS[f"{name}_backward"] if private.watched() else _backward(spec, RUNNERS[name])
+    found: list[Tensor] = run(*gradients, *arrays, *spec.written_options(options), list(needs), backend)
+    return found
+
+
 def prepared(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any]) -> tuple[Any, ...]:
     """Return options as nodes take them, once it is known that arguments are what a node can take."""
     framework_of(spec, arrays)
