@@ -42,7 +42,7 @@ from .rows import Row
 
 PASSES = ("forward", "training")
 WAYS = ("states", "all-to-all")
-CALLS = 4
+CALLS = 16
 """Calls of an operator in a row; the host does not wait between them, as between the layers of a model."""
 
 
