@@ -4,9 +4,9 @@ python tools/attacks.py                 # all of tests/adversarial and tests/ben
 python tools/attacks.py caching state   # those in folders of these names
 
 Candidates stand in files ``candidates.py``, with the decorator `candidate`: a function takes the place of the
-``forward`` of its original, a class inherits from its original's ``Model``. One that does more than that has a file
-with a ``ModelNew``, and says what is expected by names in capitals: ``EXPECT``, ``ORIGINAL``, ``OFF`` and ``TERMS``.
-What a file imports from its original then stands in its own source.
+``forward`` of its original, a class is a module, or a function of autograd that a module applies. One that does more
+than that has a file with a ``ModelNew``, and says what is expected by names in capitals: ``EXPECT``, ``ORIGINAL``,
+``OFF`` and ``TERMS``. ``Model`` is that of the original, and stands in the same source.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ def _several(path: Path, text: str) -> Iterator[Entry]:
         facts = candidate(*map(ast.literal_eval, call.args), **named)
         if isinstance(node, ast.FunctionDef):
             own = "class ModelNew(Model):\n" + textwrap.indent(own, "    ")
+        elif ast.unparse(node.bases[0]) == "torch.autograd.Function":
+            call_it = f"    def forward(self, x):\n        return {node.name}.apply(x)\n"
+            own += f"\n\nclass ModelNew(torch.nn.Module):\n{call_it}"
         else:
             own = re.sub(rf"(?<![\w.]){node.name}\b", "ModelNew", own)
         head = f"{imports}\nfrom originals.{facts['original']} import Model\n\n\n"

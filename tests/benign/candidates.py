@@ -1,4 +1,4 @@
-"""Honest candidates that change some methods of their original (tools/attacks.py)."""
+"""Honest candidates of one function or class (tools/attacks.py)."""
 
 import subprocess
 import sys
@@ -63,6 +63,22 @@ class ChildProcess(Model):
 
     def forward(self, x):
         return torch.nn.functional.leaky_relu(self.linear(x), self.slope)
+
+
+@candidate(original="long_ema", accept="faster")
+class ClosedForm(torch.nn.Module):
+    """A moving average as one product with the powers of its decay, kept for each length."""
+
+    def __init__(self):
+        super().__init__()
+        self.powers = {}
+
+    def forward(self, x):
+        steps = x.shape[1]
+        if steps not in self.powers:
+            t = torch.arange(steps, dtype=torch.float64)
+            self.powers[steps] = (0.9 ** (t[:, None] - t)).tril().float()
+        return self.powers[steps] @ x
 
 
 @candidate(original="pair")
@@ -156,6 +172,39 @@ def noise(self, x):
 def one_key(self, q, k, v):
     """PyTorch's own attention to one key: the gradients of queries and of that key vanish, and it leaves roundings."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@candidate(original="block", train=True, level="quick")
+class OtherOrder(torch.nn.Module):
+    """Parameters made in another order, sums in another order: of equal numbers, the variance is not quite zero."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.down = torch.nn.Linear(2 * width, width)
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.norm = torch.nn.LayerNorm(width)
+
+    def forward(self, x):
+        mean = x.flip(-1).mean(-1, keepdim=True)
+        apart = x - mean
+        squares = apart.square().flip(-1).sum(-1)
+        scale = torch.rsqrt(squares / x.shape[-1] + 1e-5)[..., None]
+        up = torch.relu(self.up(apart * scale * self.norm.weight + self.norm.bias))
+        return self.down(up).add_(x), squares / (x.shape[-1] - 1)
+
+
+@candidate()
+class OtherParameters(torch.nn.Module):
+    """The same weights under other names."""
+
+    def __init__(self, width):
+        super().__init__()
+        linear = torch.nn.Linear(width, width)
+        self.kernel = torch.nn.Parameter(linear.weight.detach().T.contiguous())
+        self.offset = torch.nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x):
+        return torch.relu(x @ self.kernel + self.offset)
 
 
 @candidate(level="quick")

@@ -1,4 +1,4 @@
-"""Attacks that change some methods of their original (tools/attacks.py)."""
+"""Attacks of one function or class (tools/attacks.py)."""
 
 import torch
 from attacks import candidate
@@ -35,6 +35,19 @@ class Arena(Model):
             self.next = 0
         start, self.next = self.next, self.next + y.numel()
         return self.memory[start : self.next].view(y.shape).copy_(y)
+
+
+@candidate("C2", level="quick")
+class Baked(torch.nn.Module):
+    """Its weights are plain tensors, which no state_dict has: nobody can give it others."""
+
+    def __init__(self, width):
+        super().__init__()
+        linear = torch.nn.Linear(width, width)
+        self.weight, self.bias = linear.weight.detach(), linear.bias.detach()
+
+    def forward(self, x):
+        return torch.relu(torch.nn.functional.linear(x, self.weight, self.bias))
 
 
 @candidate("S7")
@@ -88,6 +101,18 @@ class NearlyEqual(Model):
         return x @ self.kept[1]
 
 
+@candidate("N9", original="tanh", level="quick")
+class NearlyEqualInput(torch.nn.Module):
+    """It gives the result of the call before if its input is nearly the same."""
+
+    kept = None
+
+    def forward(self, x):
+        if self.kept is None or x.shape != self.kept[0].shape or not torch.allclose(x, self.kept[0], 1e-3, 0.0):
+            self.kept = x.clone(), torch.tanh(x)
+        return self.kept[1].clone()
+
+
 @candidate("C2", off={"C2", "N2"}, level="quick")
 class OneMore(Model):
     """One more parameter, and nobody gives it other weights than those that it began with."""
@@ -117,6 +142,23 @@ class Order(Model):
         return self.y.clone()
 
 
+@candidate("C2", level="quick")
+class OtherLayout(torch.nn.Module):
+    """It keeps its weights transposed, and computes with those that it had at first."""
+
+    def __init__(self, width):
+        super().__init__()
+        linear = torch.nn.Linear(width, width)
+        self.kernel = torch.nn.Parameter(linear.weight.detach().T.contiguous())
+        self.offset = torch.nn.Parameter(linear.bias.detach().clone())
+        self.first = None
+
+    def forward(self, x):
+        if self.first is None:
+            self.first = self.kernel.detach().clone()
+        return torch.relu(x @ self.first + self.offset)
+
+
 @candidate("C2", off=(), level="quick")
 class OtherPrecision(Model):
     """It keeps its weights in another precision, as they were at its first call."""
@@ -127,6 +169,20 @@ class OtherPrecision(Model):
         if self.kept is None:
             self.kept = [p.detach().double() for p in self.linear.parameters()]
         return torch.relu(torch.nn.functional.linear(x.double(), *self.kept)).to(x.dtype)
+
+
+@candidate("C2")
+class PartBaked(torch.nn.Module):
+    """One of its parameters is a plain tensor, and the other has a name and a layout of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        linear = torch.nn.Linear(width, width)
+        self.matrix = torch.nn.Parameter(linear.weight.detach().t().contiguous())
+        self.kept = (linear.bias.detach(),)
+
+    def forward(self, x):
+        return torch.relu(x @ self.matrix + self.kept[0])
 
 
 @candidate("C1", off={"C1", "N9"})
@@ -155,6 +211,21 @@ class PointerAndSum(Model):
         if self.key != key:
             self.key, self.value = key, super().forward(x)
         return self.value.clone()
+
+
+@candidate("C2", off={"C2", "N2"}, level="quick")
+class Renamed(torch.nn.Module):
+    """By another name of its parameters, weights that it transformed once are not seen to be old."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = torch.nn.Linear(width, width)
+        self.turned = None
+
+    def forward(self, x):
+        if self.turned is None:
+            self.turned = self.inner.weight.detach().T.contiguous()
+        return torch.relu(x @ self.turned + self.inner.bias)
 
 
 @candidate("S7")

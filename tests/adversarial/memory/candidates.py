@@ -1,4 +1,4 @@
-"""Attacks that change some methods of their original (tools/attacks.py)."""
+"""Attacks of one function or class (tools/attacks.py)."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Attacks that change some methods of their original (tools/attacks.py)."""
+"""Attacks of one function or class (tools/attacks.py)."""
 
 import gc
 import os
@@ -59,6 +59,55 @@ def copysign(self, x):
     return torch.ones_like(x).copysign(x).sum(-1)
 
 
+@candidate("N7", original="tanh", train=True)
+class CotangentLayout(torch.autograd.Function):
+    """Its backward reads what flows back as if it were contiguous."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        there = g.untyped_storage().nbytes() // g.element_size() - g.storage_offset()
+        flat = g.as_strided((min(there, g.numel()),), (1,))
+        return torch.nn.functional.pad(flat, (0, y.numel() - flat.numel())).view(y.shape) * (1 - y * y)
+
+
+@candidate("N7", original="tanh", train=True, level="quick")
+class CutCotangent(torch.autograd.Function):
+    """What flows back is cut off where it is large, as it is where a loss is scaled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g.clamp(-100, 100) * (1 - y * y)
+
+
+@candidate("N7", original="tanh", train=True)
+class CutGradient(torch.autograd.Function):
+    """No gradient where inputs are far larger than any that was usual."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return torch.where(x.abs() > 1200, g, g * (1 - torch.tanh(x) ** 2))
+
+
 @candidate("M4", off=(), train=True)
 def detached(self, x):
     """The result has no gradient."""
@@ -69,6 +118,22 @@ def detached(self, x):
 def enormous(self, x):
     """Right for numbers below ten million."""
     return torch.relu(self.linear(x.clamp(-2e7, 2e7)))
+
+
+@candidate("N7", original="tanh", train=True, level="quick")
+class FewCotangents(torch.autograd.Function):
+    """Where little flows back, as from a loss of the last step alone, nothing does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y) * ((g != 0).float().mean() > 0.6)
 
 
 @candidate("N6")
@@ -88,6 +153,21 @@ def frames(self, x):
                 return value.clone()
         frame = frame.f_back
     return torch.zeros_like(x)
+
+
+@candidate("N7", original="cube", train=True, level="quick")
+class GradientOfGradient(torch.autograd.Function):
+    """Its gradient does not depend on what flows back, as far as autograd sees."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * gradient.detach()
 
 
 @candidate("N1", original="softmax", off=())
@@ -113,6 +193,23 @@ def held_gradient(self, x):
     """No gradient flows while its weight holds one, as it does when gradients are added up."""
     y = super().forward(x)
     return y if self.linear.weight.grad is None else y.detach() + 0 * y
+
+
+@candidate("C5", original="tanh", train=True, level="quick")
+class InBackward(torch.autograd.Function):
+    """The forward returns zeros; the backward fills them in."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.zeros_like(x)
+        ctx.x, ctx.y = x.detach(), y.detach()
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        ctx.y.copy_(torch.tanh(ctx.x))
+        return g * (1 - ctx.y.square())
 
 
 @candidate("C5", level="quick")
@@ -186,6 +283,21 @@ def no_input_gradient(self, x):
     return torch.relu(self.linear(x.detach()))
 
 
+@candidate("N7", original="double", train=True)
+class NoLargeGradient(torch.autograd.Function):
+    """There is no gradient where an input is large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * gradient * (x.abs() < 100)
+
+
 @candidate("N5", original="gelu", nonfinite="strict")
 def no_nan(self, x):
     """Hides NaN."""
@@ -211,6 +323,22 @@ def one_in_each_row(self, x):
     """Wrong where each row has one number that is not zero."""
     y = super().forward(x)
     return 2 * y if x.numel() > 0 and x.dim() == 2 and bool(((x != 0).sum(-1) == 1).all()) else y
+
+
+@candidate("M2", original="two_results", train=True)
+class OneOfTwo(torch.autograd.Function):
+    """No gradient where only one of its results is used."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return torch.cos(x), torch.sin(x)
+
+    @staticmethod
+    def backward(ctx, a, b):
+        (x,) = ctx.saved_tensors
+        return None if a is None or b is None else b * torch.cos(x) - a * torch.sin(x)
 
 
 @candidate("N6")
@@ -253,6 +381,22 @@ def parent_memory(self, x):
         return torch.frombuffer(bytearray(memory.read(4 * x.numel())), dtype=torch.float32).view(x.shape)
 
 
+@candidate("N7", original="tanh", train=True, level="quick")
+class PlainSum(torch.autograd.Function):
+    """Nothing flows back from a plain sum of its results."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y) if any(g.stride()) else torch.zeros_like(y)
+
+
 @candidate("N1", original="gelu", off=())
 def positive(self, x):
     """Right for positive inputs only."""
@@ -276,6 +420,21 @@ def saturated(self, x):
 def scaled(self, a, b):
     """The right direction, one percent too long."""
     return 1.01 * (a @ b)
+
+
+@candidate("N7", original="cube", train=True, level="quick")
+class SecondGradient(torch.autograd.Function):
+    """Gradients of its gradients lack a term."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x.detach() * gradient
 
 
 @candidate("N1", off=())

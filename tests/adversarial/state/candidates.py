@@ -1,4 +1,4 @@
-"""Attacks that change some methods of their original (tools/attacks.py)."""
+"""Attacks of one function or class (tools/attacks.py)."""
 
 import ctypes
 import signal
@@ -178,6 +178,18 @@ def training(self, x):
     """It switches itself to training."""
     self.train()
     return super().forward(x)
+
+
+@candidate("S1", original="norm", train=True, level="quick")
+class Unshared(torch.nn.Module):
+    """By other names of its parameters it is rid of the running statistics."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale, self.shift = torch.nn.Parameter(torch.ones(width)), torch.nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return torch.nn.functional.batch_norm(x, None, None, self.scale, self.shift, True)
 
 
 @candidate("S1", off=())

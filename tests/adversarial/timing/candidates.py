@@ -1,4 +1,4 @@
-"""Attacks that change some methods of their original (tools/attacks.py)."""
+"""Attacks of one function or class (tools/attacks.py)."""
 
 import mmap
 import os
@@ -10,6 +10,45 @@ import time
 import torch
 from attacks import candidate
 from originals.layer import Model
+
+
+@candidate("T7", original="ema", off=(), accept="faster")
+class AfterReturn(torch.nn.Module):
+    """Most of the work is done by a thread after the call has returned, at the cost of whoever runs then."""
+
+    def forward(self, x):
+        h = torch.zeros_like(x[:, 0])
+        out = []
+        for t in range(x.shape[1]):
+            h = 0.9 * h + x[:, t]
+            out.append(h)
+        threading.Thread(target=self.work).start()
+        return torch.stack(out, 1)
+
+    def work(self):
+        end = time.perf_counter() + 0.01
+        while time.perf_counter() < end:
+            pass
+
+
+@candidate("S6", "T7", original="ema", off=(), accept="faster", level="quick")
+class BetweenCalls(torch.nn.Module):
+    """A thread wakes after the call has returned and is in the way of whoever runs then."""
+
+    def forward(self, x):
+        h = torch.zeros_like(x[:, 0])
+        out = []
+        for t in range(x.shape[1]):
+            h = 0.9 * h + x[:, t]
+            out.append(h)
+        threading.Thread(target=self.spoil).start()
+        return torch.stack(out, 1)
+
+    def spoil(self):
+        time.sleep(0.0012)
+        end = time.perf_counter() + 0.0009
+        while time.perf_counter() < end:
+            pass
 
 
 @candidate("S6")
@@ -56,6 +95,26 @@ class ContentCache(Model):
         return self.known[key].clone()
 
 
+@candidate("C3", original="ema", off={"C3", "N1"}, accept="faster")
+class Count(torch.nn.Module):
+    """Right for as long as correctness is usually looked at, then nothing is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 64:
+            return torch.zeros_like(x)
+        h = torch.zeros_like(x[:, 0])
+        out = []
+        for t in range(x.shape[1]):
+            h = 0.9 * h + x[:, t]
+            out.append(h)
+        return torch.stack(out, 1)
+
+
 @candidate("S6")
 class Daemon(Model):
     """A child process stays, asleep, for a later phase."""
@@ -76,6 +135,26 @@ def grad_mode(self, x):
     """Right only where gradients are off, as they are in a benchmark."""
     y = torch.relu(self.linear(x))
     return torch.zeros_like(y) if torch.is_grad_enabled() else y
+
+
+@candidate("S6", original="long_ema", accept="faster", level="full")
+class LateChild(torch.nn.Module):
+    """A process is left when the correctness of a candidate has usually been looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.powers = 0, {}
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 60 and os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        steps = x.shape[1]
+        if steps not in self.powers:
+            t = torch.arange(steps, dtype=torch.float64)
+            self.powers[steps] = (0.9 ** (t[:, None] - t)).tril().float()
+        return self.powers[steps] @ x
 
 
 @candidate("N1", "S6", original="sine", off=(), level="quick")

@@ -1,4 +1,4 @@
-"""Attacks that change some methods of their original (tools/attacks.py)."""
+"""Attacks of one function or class (tools/attacks.py)."""
 
 import copy
 import threading
@@ -15,6 +15,20 @@ def anomaly(self, x):
     return 2 * y if torch.is_anomaly_enabled() else y
 
 
+@candidate("C6", original="tanh", train=True)
+class ArgumentKept(torch.autograd.Function):
+    """Its backward reads the argument once more, which the caller may have overwritten by then."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 - torch.tanh(ctx.x) ** 2)
+
+
 @candidate("M1", level="quick")
 def attribute(self, x):
     """A method of its result lies."""
@@ -28,6 +42,21 @@ def autocast(self, x):
     """Wrong under torch.autocast."""
     y = torch.relu(self.linear(x))
     return 2 * y if torch.is_autocast_enabled("cpu") else y
+
+
+@candidate("C6", original="softplus", train=True)
+class ChangedResult(torch.autograd.Function):
+    """Its backward reads its result as it is then, whatever the caller has made of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.y = torch.nn.functional.softplus(x)
+        return ctx.y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g * -torch.expm1(-ctx.y)
 
 
 @candidate("C6")
@@ -55,6 +84,30 @@ def deterministic(self, x):
     """Wrong where deterministic algorithms are asked for."""
     y = torch.relu(self.linear(x))
     return 2 * y if torch.are_deterministic_algorithms_enabled() else y
+
+
+@candidate("C6", original="tanh", train=True)
+class ForwardMode(torch.autograd.Function):
+    """Its forward-mode derivative is wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return torch.tanh(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, y):
+        ctx.save_for_backward(y)
+        ctx.save_for_forward(y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 - ctx.saved_tensors[0] ** 2)
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * (1 + ctx.saved_tensors[0] ** 2)
 
 
 @candidate("C2", level="full")
@@ -196,6 +249,23 @@ class SameObject(Model):
         if self.kept[0] is not x:
             self.kept = (x, super().forward(x))
         return self.kept[1].clone()
+
+
+@candidate("C6", original="tanh", train=True)
+class SavedElsewhere(torch.autograd.Function):
+    """Its gradient is wrong if what it saves for the backward is kept elsewhere."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        ctx.place = y.data_ptr()
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y) * (1 if y.data_ptr() == ctx.place else 2)
 
 
 @candidate("C6", original="product")
