@@ -33,9 +33,13 @@ assert not doctest.DocTestRunner().run(_test, clear_globs=False).failed
 """
 
 # Imports what most pages import, once: that takes longer than most pages. Runs each page in a process forked from it.
-NURSERY = """
+NURSERY = f"""
 import os, runpy, signal, sys, traceback
 import torch, refold.compiler.backend
+sys.path.append({str(ROOT / "tests")!r})
+from support.machine_code import keep_machine_code
+sys.path.pop()
+keep_machine_code(load=True)
 for folder in map(str.strip, sys.stdin):
     child = os.fork()
     if not child:

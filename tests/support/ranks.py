@@ -5,8 +5,6 @@ One process imports what the file needs, and its forks are the ranks: imports ta
 
 import socket
 from datetime import timedelta
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -18,9 +16,7 @@ from support.machine_code import keep_machine_code
 
 def _run(rank, size, port, work, folder, timeout):
     torch.set_num_threads(1)
-    if find_spec("numba"):
-        import_module("refold.ops.numba.kernel")
-        keep_machine_code()
+    keep_machine_code(load=True)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     torch.save(work(rank, size), folder / f"{rank}.pt")
