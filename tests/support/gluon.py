@@ -86,8 +86,8 @@ def _operation(name: str) -> Any:
     return operate
 
 
-_names = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "lt", "le", "gt", "ge", "eq",
-          "ne")  # fmt: skip
+_names = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt",
+          "ge", "eq", "ne")  # fmt: skip
 for _name in _names:
     setattr(Tensor, f"__{_name}__", _operation(f"__{_name}__"))
     if _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
@@ -139,6 +139,8 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 class Shared:
     """Shared memory."""
 
+    layout: Any = None
+
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
 
@@ -182,6 +184,9 @@ def _copy(tile: Shared, pointer: Pointer, mask: Any) -> None:
 
 
 def _asm(text: str, constraints: str, args: list[Tensor], dtype: DType, pure: bool, pack: int) -> Tensor:
+    if "mma.sync" in text:  # of blocks of 16 x 16 in float16
+        a, b = (arg.data.view(-1, 16, 16).half().float() for arg in args)
+        return Tensor((a @ b).view(-1, 16), args[0].type.layout)
     function = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}[text.split()[0]]
     return Tensor(function(args[0].data))
 
@@ -225,7 +230,7 @@ class Crew:
         self.barriers: dict[int, list[int]] = {}
         """By address: arrivals of a phase, those still to come, bytes still to come, and phases that are over."""
         self.changed = Condition()
-        self.alive, self.stuck, self.moved = list[int](), 0, False
+        self.alive, self.turn, self.stuck, self.moved = [0], 0, 0, False  # a group, if nothing is specialized
         self.failure: BaseException | None = None
 
     def of(self, bar: Shared) -> list[int]:
@@ -316,8 +321,10 @@ class Crew:
         )  # fmt: skip
         copies = SimpleNamespace(async_load=self.load_tile, async_store=self.store_tile, store_wait=lambda count: None)
         return {
-            "mbarrier": barriers, "tma": copies, "fence_async_shared": lambda: None, "warpgroup_mma": _warpgroup_mma,
-            "warpgroup_mma_init": lambda acc: acc, "warpgroup_mma_wait": lambda count, deps: deps[0],
+            "mbarrier": barriers, "tma": copies, "fence_async_shared": lambda: None,
+            "warpgroup_mma": _warpgroup_mma,
+            "warpgroup_mma_init": lambda acc: acc,
+            "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
         }  # fmt: skip
 
 
@@ -348,7 +355,8 @@ class _Language(SimpleNamespace):
             load=load, store=store, barrier=lambda: None, inline_asm_elementwise=_asm, shared_memory_descriptor=Shared,
             BlockedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout, NVMMADistributedLayout=_layout,
             SwizzledSharedLayout=_layout, DistributedLinearLayout=_layout,
-            abs=lambda v: Tensor(v.data.abs()), sum=lambda v, axis: Tensor(v.data.sum(axis, dtype=v.data.dtype)),
+            abs=lambda v: Tensor(v.data.abs()), sqrt=lambda v: Tensor(v.data.sqrt()),
+            sum=lambda v, axis: Tensor(v.data.sum(axis, dtype=v.data.dtype)),
             max=lambda v, axis: Tensor(v.data.amax(axis)), reshape=lambda v, shape: Tensor(v.data.reshape(shape)),
             permute=lambda v, axes: Tensor(v.data.permute(axes)),
             join=lambda a, b: Tensor(torch.stack([a.data, b.data], -1)),
@@ -386,15 +394,15 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], consts: dict[
         _module(kernel.fn.__module__, _Language(program, grid))[kernel.fn.__name__](*passed, **consts)
 
 
-def launched(monkeypatch: Any, kernels: str) -> list[str]:
-    """Run the kernels of a module so where plans launch them, and all others as ever; list the names of what runs."""
+def launched(monkeypatch: Any, *kernels: str) -> list[str]:
+    """Run the kernels of modules so where plans launch them, and all others as ever; list the names of what runs."""
     from refold.ops.torch.launch import Launch  # tests set what its import reads
 
     names, launch = list[str](), Launch.__call__
 
     def call(self: Any, stream: Any, *args: Any) -> None:
         names.append(self.kernel.fn.__name__)
-        if self.kernel.fn.__module__ == kernels:
+        if self.kernel.fn.__module__ in kernels:
             run(self.kernel, self.grid, args, self.consts)
         else:
             launch(self, stream, *args)

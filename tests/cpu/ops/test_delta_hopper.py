@@ -12,11 +12,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_triton_interpreted, in a process of its own", allow_module_level=True)
 
 from refold.ops.delta_rule.reference import delta_rule as reference  # noqa: E402
-from refold.ops.delta_rule.tables import FORWARD  # noqa: E402
+from refold.ops.delta_rule.tables import BACKWARD, FORWARD  # noqa: E402
 from support import gluon  # noqa: E402
 
-KERNELS = "refold.ops.delta_rule._gluon_kernels"
+KERNELS = [f"refold.ops.delta_rule._gluon{part}_kernels" for part in ("", "_prepare", "_pairs")]
 plans = import_module("refold.ops.delta_rule._triton_forward")
+backward = import_module("refold.ops.delta_rule._triton_backward")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
@@ -27,9 +28,10 @@ pytestmark = [
 @pytest.fixture
 def launched(monkeypatch):
     """Plan as for an H200, run the kernel in Gluon with torch, and list what runs."""
-    names = gluon.launched(monkeypatch, KERNELS)
-    monkeypatch.setattr(plans, "lookup", lambda *_: FORWARD.default | FORWARD.families["hopper"])
-    monkeypatch.setattr(plans, "_hopper_fits", lambda *tensors: all(map(plans._fits_copy_engine, tensors)))
+    names = gluon.launched(monkeypatch, *KERNELS)
+    for module, table in ((plans, FORWARD), (backward, BACKWARD)):
+        monkeypatch.setattr(module, "lookup", lambda *_, table=table: table.default | table.families["hopper"])
+        monkeypatch.setattr(module, "hopper_fits", lambda *tensors: all(map(plans._fits_copy_engine, tensors)))
     return names
 
 
@@ -90,3 +92,31 @@ def test_values_that_are_not_finite(name, launched):
     arrays[name][0, 80, 0] = float("nan")
     arrays[name][0, 135].view(-1)[-1] = float("inf")
     compare(arrays, {})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spoiled"),
+    [({"t": 70, "n": 128, "p": 128}, None), ({"t": 64, "n": 96, "p": 72}, None), ({"t": 130, "n": 72}, "v")],
+)
+def test_gradients_are_those_of_the_plain_kernels(sizes, spoiled, launched):
+    """Also where a value is not finite: these chunks are done again."""
+    arrays = given(**sizes)
+    arrays["initial_state"] = None
+    if spoiled:
+        arrays[spoiled][0, 80, 0] = float("nan")
+    names = [arg.name for arg in plans.SPEC.args]
+    full = dict.fromkeys(names) | arrays
+    options = {"lower_bound": None, "beta_limit": None, "normalize": True, "erase": True, "scale": None}
+    dy = torch.randn_like(full["v"])
+    found, plain = (
+        backward.delta_rule_backward.make(dy=dy, dstate=None, needs=frozenset(names), **full, **options,
+                                          chunk_size=None, config=config)(dy, None, *full.values())
+        for config in ({}, {"hopper_pairs": 0})
+    )  # fmt: skip
+    assert launched.count("_delta_pairs_hopper_kernel") == 1
+    for name, truth in plain.items():
+        if truth is not None:
+            finite = truth.isfinite()
+            assert torch.equal(found[name].isfinite(), finite), name
+            truth, ours = (torch.where(finite, a.double(), 0.0) for a in (truth, found[name]))
+            assert (ours - truth).norm() <= 1e-2 * truth.norm(), name

@@ -16,14 +16,16 @@ from refold.ops.delta_rule import _torch
 from refold.ops.delta_rule import _triton_backward_kernels as kernels
 from refold.ops.delta_rule import _triton_kernels as forward
 from refold.ops.delta_rule._prologue import log_decay, log_decay_gradient, strength, strength_gradient
-from refold.ops.delta_rule._triton_forward import ChunkPlan, cut, precisions, strides
+from refold.ops.delta_rule._triton_forward import ChunkPlan, cut, hopper_fits, precisions, strides, tile_view
 from refold.ops.delta_rule.spec import SPEC
 from refold.ops.delta_rule.tables import BACKWARD
 from refold.ops.torch import chunks as torch_chunks
-from refold.ops.torch.launch import Launch, current_stream, last_contiguous, planned
+from refold.ops.torch.launch import Launch, current_stream, gluon, last_contiguous, planned
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.pointwise import zeros_for_bad
 from refold.ops.torch.tables import device_limits, lookup
+
+HOPPER = ("refold.ops.delta_rule._gluon_pairs_kernels", "refold.ops.torch.tma_launch")
 
 
 @planned(
@@ -130,7 +132,6 @@ class Backward:
         self.scale = nkeys**-0.5 if scale is None else scale
         self._plan_pairs(config, q, k, v, tiles, dy, normalize, erase)
         self.new_dg = fresh((batch, seqlen, nheads, nkeys if chunks.keyed else 1), torch.float32, v.device)
-        self.new_more = fresh((cells * 5, chunk), torch.float32, v.device)
         self.new_states = fresh((2, cells * nvalues, nkeys), v.dtype, v.device)
         self.new_values = fresh((2, cells * chunk, nvalues), v.dtype, v.device)
         self.new_dr = fresh((batch, seqlen, nheads, nkeys), v.dtype, v.device)
@@ -178,6 +179,30 @@ class Backward:
         self.query_strides = (*q.stride()[:3], *k.stride()[:3], *dy.stride()[:3])
         self.new_dbeta = fresh((batch, seqlen, nheads), torch.float32, device)
         self.new_flags = fresh((nslots * ngroups,), torch.int32, device)
+        self.hopper = bool(config["hopper_pairs"] and chunks.hopper and erase and not chunks.varlen
+                           and 64 < nkeys <= 128 and nvalues <= 128 and hopper_fits(q, k, v, dy)
+                           and gluon(*HOPPER) is not None)  # fmt: skip
+        if self.hopper:
+            self._plan_hopper(q, k, v, dy, normalize)
+
+    def _plan_hopper(self, q, k, v, dy, normalize: bool) -> None:
+        """Plan the kernel in Gluon, and describe its tensors to the copy engine."""
+        from refold.ops.torch.tma_launch import MappedLaunch
+
+        hopper: Any = gluon(*HOPPER)
+        (_, seqlen, nheads, nvalues), (ngroups, nkeys), chunks = v.shape, q.shape[2:], self.chunks
+        cells = chunks.nslots * nheads
+        tiles = tile_view(hopper, v, 64) | {"shape": [1, 1, cells * 64, nvalues], "strides": [8, 8, nvalues, 1]}
+        states = {"shape": [1, cells, nvalues, nkeys], "strides": [8, nvalues * nkeys, nkeys, 1],
+                  "block_shape": [1, 1, 64, 128], "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+        views = [*(tile_view(hopper, a, 128) for a in (q, k)), *(tile_view(hopper, a, 64) for a in (v, dy))]
+        self.pairs_hopper = MappedLaunch(
+            hopper._delta_pairs_hopper_kernel, (chunks.nslots, ngroups),
+            {"C": 64, "N": 128, "P": 64, "BLOCKS": triton.cdiv(nvalues, 64), "NORMALIZE": normalize,
+             "EPS": forward.NORM_EPS.value},
+            {"num_warps": 8}, [*views, tiles, tiles, states, states],
+        )  # fmt: skip
+        self.hopper_ints = (seqlen, chunks.nchunks, nheads, ngroups, nkeys, self.scale)
 
     def _plan_chains(self, device, config: dict[str, Any], nseqs: int, sizes: tuple[int, ...], erase: bool) -> None:
         """Plan what walks over chunks, in both directions of time."""
@@ -209,9 +234,10 @@ class Backward:
         self.own = walk(kernels._delta_bwd_chain_kernel, blocks, segments - 1, False)
         self.chain = walk(kernels._delta_bwd_chain_kernel, blocks, segments, True)
         half = chunks.dtype.itemsize == 2
-        consts = {"BLOCK_N": chunks.block_n, "BLOCK_P": 32,
+        rows = 16 if half else 32
+        consts = {"BLOCK_N": chunks.block_n, "BLOCK_P": rows,
                   "PRECISION": "tf32" if precision == "ieee" and half else precision}  # fmt: skip
-        grid = (triton.cdiv(nvalues, 32), nheads, nseqs)
+        grid = (triton.cdiv(nvalues, rows), nheads, nseqs)
         self.pass_ = Launch(forward._delta_pass_kernel, grid, consts, {"num_warps": 4})
         self.pass_back = Launch(kernels._delta_bwd_pass_kernel, grid, consts, {"num_warps": 4})
         cells = nseqs * nheads * segments
@@ -223,7 +249,7 @@ class Backward:
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Launch."""
         stream = current_stream(v.device)
-        X, more = self.chunks.new_T(), self.new_more()
+        X, more = self.chunks.new_T(), self.chunks.new_more()
         q_tile, r_tile, k_tile, T, P, rows, decay, c = self.chunks(
             stream, q, k, g, beta, r, None, None, cu_seqlens, X, more
         )
@@ -260,7 +286,11 @@ class Backward:
             finish_k(stream, dk_part, k, grads["k"], *self.finish_ints, 1.0, *k.stride()[:3])
             dbeta = None if dbeta is None else dbeta.sum(-1)
         else:
-            for queries, keys in zip(self.queries, self.pairs, strict=True):
+            done = int(self.hopper)  # what does again what is not finite is left
+            if self.hopper:
+                self.pairs_hopper(stream, q, k, v, dy, u, w, entering, leaving, more, grads["q"], grads["k"], dg, dbeta,
+                                  flags, *self.hopper_ints)  # fmt: skip
+            for queries, keys in zip(self.queries[done:], self.pairs[done:], strict=True):
                 queries(stream, q, k, dy, P, more, entering, u, cu_seqlens, flags, grads["q"], dgq, *self.ints,
                         self.scale, *self.query_strides)  # fmt: skip
                 keys(stream, q, r, k, v, g, dy, rows, more, entering, leaving, u, w, cu_seqlens, flags, dgq, grads["k"],

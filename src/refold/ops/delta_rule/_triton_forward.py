@@ -29,6 +29,7 @@ from refold.ops.torch.tables import device_limits, lookup
 
 MAX_KEYS = 256
 HOPPER = ("refold.ops.delta_rule._gluon_kernels", "refold.ops.torch.tma_launch")
+HOPPER_PREPARE = ("refold.ops.delta_rule._gluon_prepare_kernels", "refold.ops.torch.tma_launch")
 
 
 def supports(meta: Meta) -> str | None:
@@ -78,6 +79,20 @@ def cut(nchunks: int, programs: int, slots: int) -> int:
     return best
 
 
+def tile_view(hopper: Any, tensor: torch.Tensor, width: int) -> dict[str, Any]:
+    """Describe to the copy engine tiles of 64 tokens of one head or group."""
+    b, t, h, size = tensor.shape
+    # The copy engine wants the stride of an axis of one element, too, to be one that it could take.
+    steps = [tensor.stride(i) if tensor.shape[i] > 1 else 8 for i in (0, 2, 1)]
+    return {"shape": [b, h, t, size], "strides": [*steps, 1], "block_shape": [1, 1, 64, width],
+            "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+
+
+def square_view(hopper: Any, cells: int) -> dict[str, Any]:
+    """Describe to the copy engine matrices of the pairs of tokens of chunks."""
+    return {"shape": [cells * 64, 64], "strides": [64, 1], "block_shape": [64, 64], "layout": hopper.tile_layout(16, 2)}
+
+
 def strides(tensor: torch.Tensor | None, axes: int) -> tuple[int, ...]:
     """Return the strides of the first axes; zeros if there is no tensor."""
     return (0,) * axes if tensor is None else tensor.stride()[:axes]
@@ -110,6 +125,7 @@ class ChunkPlan:
         self.nchunks = nchunks = max(1, triton.cdiv(seqlen, chunk))
         self.nslots = nslots = seqlen // chunk + nseqs if varlen else batch * nchunks
         self.keyed = keyed = g is not None and g.dim() == 4
+        self.hopper = False
         self.precision, inverse = precisions(v.dtype, chunk, block_n)
         self.dtype, self.device = v.dtype, v.device
         scale = nkeys**-0.5 if scale is None else scale
@@ -117,46 +133,78 @@ class ChunkPlan:
         cells = nslots * nheads
         self.new_T = fresh((cells * chunk, chunk), v.dtype, v.device)
         self.new_rows = fresh((cells * 4, chunk), torch.float32, v.device)
+        self.new_more = fresh((cells * 5, chunk), torch.float32, v.device)
         self.new_tiles = fresh((cells * chunk, nkeys), v.dtype, v.device)
         self.new_c = fresh((cells * chunk, nkeys), torch.float32 if v.element_size() == 2 else torch.float64, v.device)
         self.new_decay = fresh((cells, nkeys), torch.float32, v.device)
         consts = {
-            "CHUNK": chunk, "LEVELS": chunk.bit_length() - 1, "BLOCK_N": block_n,
-            "BETA": strength_kind(beta, beta_limit), "NORMALIZE": normalize, "ERASE": erase, "VARLEN": varlen,
-            "PRECISION": self.precision, "INVERSE": inverse,
+            "CHUNK": chunk, "LEVELS": chunk.bit_length() - 1, "BLOCK_N": block_n, "NORMALIZE": normalize,
+            "ERASE": erase, "VARLEN": varlen, "PRECISION": self.precision, "INVERSE": inverse,
         }  # fmt: skip
         sizes = (seqlen, nchunks, nseqs, nheads, ngroups, nkeys)
+        gate, strength = gate_kind(A_log, lower_bound), strength_kind(beta, beta_limit)
         tiles = (*strides(q, 3), *strides(k, 3), *strides(r, 3))
         if keyed:
             bias = (0, 0) if dt_bias is None else (dt_bias.stride(0), dt_bias.stride(1) if dt_bias.dim() == 2 else 0)
             self.decay = Launch(
                 kernels._delta_decay_kernel, (nslots, nheads),
-                {"CHUNK": chunk, "BLOCK_N": block_n, "GATE": gate_kind(A_log, lower_bound), "VARLEN": varlen},
-                {"num_warps": 4},
+                {"CHUNK": chunk, "BLOCK_N": block_n, "GATE": gate, "VARLEN": varlen}, {"num_warps": 4},
             )  # fmt: skip
             self.decay_ints = (seqlen, nchunks, nseqs, nheads, nkeys, lower, *g.stride(), *bias)
-            options = {"num_warps": config["keyed_warps"]}
-            self.prepare = Launch(kernels._delta_prepare_keyed_kernel, (nslots, nheads), consts, options)
+            self.prepare = Launch(kernels._delta_prepare_keyed_kernel, (nslots, nheads), consts | {"BETA": strength},
+                                  {"num_warps": config["keyed_warps"]})  # fmt: skip
             self.ints = (*sizes, scale, limit, *tiles, *strides(beta, 3))
         else:
-            consts |= {"GATE": gate_kind(A_log, lower_bound)}
-            options = {"num_warps": config["prepare_warps"]}
-            self.prepare = Launch(kernels._delta_prepare_kernel, (nslots, nheads), consts, options)
-            self.ints = (*sizes, scale, lower, limit, *tiles, *strides(g, 3), *strides(beta, 3))
+            block_h = min(16, triton.next_power_of_2(nheads))
+            self.gates = Launch(
+                kernels._delta_gates_kernel, (nslots, triton.cdiv(nheads, block_h)),
+                {"CHUNK": chunk, "BLOCK_H": block_h, "GATE": gate, "BETA": strength, "VARLEN": varlen},
+                {"num_warps": 4},
+            )  # fmt: skip
+            self.gate_ints = (seqlen, nchunks, nseqs, nheads, lower, limit, *strides(g, 3), *strides(beta, 3))
+            self.new_flags = fresh((cells,), torch.int32, v.device)
+            self.hopper = bool(config["hopper_prepare"] and v.dtype == torch.bfloat16 and chunk == 64 and nkeys <= 128
+                               and r is None and hopper_fits(q, k) and gluon(*HOPPER_PREPARE) is not None)  # fmt: skip
+            if self.hopper:
+                self._plan_hopper(q, k, nheads, normalize, erase)
+                self.ints = (*sizes[:-1], scale)
+            else:
+                self.prepare = Launch(kernels._delta_prepare_kernel, (nslots, nheads), consts,
+                                      {"num_warps": config["prepare_warps"]})  # fmt: skip
+                self.ints = (*sizes, scale, *tiles)
 
-    def __call__(self, stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens, *more) -> tuple[Any, ...]:
+    def _plan_hopper(self, q, k, nheads: int, normalize: bool, erase: bool) -> None:
+        """Plan the kernel in Gluon, and describe its tensors to the copy engine."""
+        from refold.ops.torch.tma_launch import MappedLaunch
+
+        hopper: Any = gluon(*HOPPER_PREPARE)
+        block = max(64, self.block_n)
+        square = square_view(hopper, self.nslots * nheads)
+        self.prepare = MappedLaunch(
+            hopper._delta_prepare_hopper_kernel, (self.nslots, nheads),
+            {"C": 64, "N": block, "NORMALIZE": normalize, "EPS": kernels.NORM_EPS.value, "ERASE": erase,
+             "VARLEN": self.varlen},
+            {"num_warps": 4, "maxnreg": 168},
+            [tile_view(hopper, q, block), tile_view(hopper, k, block), square, square, square],
+        )  # fmt: skip
+
+    def __call__(self, stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens, X=None, more=None) -> tuple[Any, ...]:
         """Prepare `chain`: queries, read keys, keys, T, P, rows, decays; and the sums of decays per key.
 
-        ``more`` are two arrays that get what a backward reads, see `_delta_prepare_kernel`.
+        ``X`` and ``more`` get what a backward reads, see `_delta_prepare_kernel`.
         """
-        more = more or (None, None)
         T, P, rows = self.new_T(), self.new_T(), self.new_rows()
         if not self.keyed:
-            self.prepare(stream, q, k, r, g, beta, A_log, dt_bias, cu_seqlens, T, P, rows, *more, *self.ints)
+            more, flags = self.new_more() if more is None else more, self.new_flags()
+            self.gates(stream, g, beta, A_log, dt_bias, cu_seqlens, rows, more, flags, *self.gate_ints)
+            if self.hopper:
+                self.prepare(stream, q, k, T, P, X, cu_seqlens, rows, more, flags, *self.ints)
+            else:
+                self.prepare(stream, q, k, r, cu_seqlens, T, P, rows, X, more, *self.ints)
             return q, r, k, T, P, rows, None, None
         c, Q, R, K, decay = self.new_c(), self.new_tiles(), self.new_tiles(), self.new_tiles(), self.new_decay()
         self.decay(stream, g, A_log, dt_bias, cu_seqlens, c, rows, *self.decay_ints)
-        self.prepare(stream, q, k, r, c, beta, cu_seqlens, T, P, rows, Q, R, K, decay, *more, *self.ints)
+        self.prepare(stream, q, k, r, c, beta, cu_seqlens, T, P, rows, Q, R, K, decay, X, more, *self.ints)
         return Q, R, K, T, P, rows, decay, c
 
 
@@ -187,7 +235,7 @@ class Forward:
         options = {"num_warps": config["warps"], "num_stages": config["stages"]}
         segments = self.nsegments
         self.hopper = bool(config["hopper"] and chunks.chunk == 64 and block_p == 64 and nkeys <= 128 and r is None
-                           and _hopper_fits(q, k, v) and gluon(*HOPPER) is not None)  # fmt: skip
+                           and hopper_fits(q, k, v) and gluon(*HOPPER) is not None)  # fmt: skip
         if self.hopper:
             self._plan_hopper(q, k, v, erase, blocks, maps)
         else:
@@ -197,8 +245,9 @@ class Forward:
                                 {**consts, "OUTPUT": False}, options)  # fmt: skip
         # Of 16 bits, the map is as exact in TF32 as the chain is.
         map_precision = "tf32" if precision == "ieee" and v.element_size() == 2 else precision
-        self.pass_ = Launch(kernels._delta_pass_kernel, (triton.cdiv(nvalues, 32), nheads, nseqs),
-                            {"BLOCK_N": chunks.block_n, "BLOCK_P": 32, "PRECISION": map_precision},
+        rows = 16 if v.element_size() == 2 else 32
+        self.pass_ = Launch(kernels._delta_pass_kernel, (triton.cdiv(nvalues, rows), nheads, nseqs),
+                            {"BLOCK_N": chunks.block_n, "BLOCK_P": rows, "PRECISION": map_precision},
                             {"num_warps": 4})  # fmt: skip
         initial = strides(initial_state, 4)
         tiles = () if self.hopper else (*strides(q, 3), *strides(r, 3), *strides(k, 3), *v.stride()[:3])
@@ -219,34 +268,25 @@ class Forward:
         nheads, nkeys = v.shape[2], q.shape[3]
         cells = chunks.nslots * nheads
         block = 64 if nkeys <= 64 else 128
-
-        def view(tensor: torch.Tensor, width: int) -> dict[str, Any]:
-            b, t, h, size = tensor.shape
-            # The copy engine wants the stride of an axis of one element, too, to be one that it could take.
-            strides = [tensor.stride(i) if tensor.shape[i] > 1 else 8 for i in (0, 2, 1)]
-            return {"shape": [b, h, t, size], "strides": [*strides, 1], "block_shape": [1, 1, 64, width],
-                    "layout": hopper.tile_layout(16, 4)}  # fmt: skip
-
-        square = {"shape": [cells * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
-                  "layout": hopper.tile_layout(16, 2)}  # fmt: skip
+        square = square_view(hopper, cells)
         keyed = {"shape": [1, 1, cells * 64, nkeys], "strides": [8, 8, nkeys, 1], "block_shape": [1, 1, 64, block],
                  "layout": hopper.tile_layout(16, 4)}  # fmt: skip
         if chunks.keyed:
             q_view, r_view, k_view = keyed, keyed if erase else {}, keyed
         else:
-            q_view, r_view, k_view = view(q, block), {}, view(k, block)
-        y_view = view(torch.empty(v.shape, device="meta"), 64)
+            q_view, r_view, k_view = tile_view(hopper, q, block), {}, tile_view(hopper, k, block)
+        v_view, y_view = tile_view(hopper, v, 64), tile_view(hopper, torch.empty(v.shape, device="meta"), 64)
         consts = {"C": 64, "N": block, "P": 64, "KEYED": chunks.keyed, "ERASE": erase, "VARLEN": chunks.varlen}
         stages = 2 if chunks.keyed else chunks.config["hopper_stages"]
         self.scan = MappedLaunch(
             hopper._delta_chain_hopper_kernel, (nheads * blocks, self.nsegments, chunks.nseqs),
             {**consts, "STAGES": stages, "OUTPUT": True}, {"num_warps": 4},
-            [q_view, r_view, k_view, view(v, 64), square, square, y_view],
+            [q_view, r_view, k_view, v_view, square, square, y_view],
         )  # fmt: skip
         self.state = MappedLaunch(
             hopper._delta_chain_hopper_kernel, (nheads * (blocks + maps), self.nsegments - 1, chunks.nseqs),
             {**consts, "STAGES": stages, "OUTPUT": False}, {"num_warps": 4, "maxnreg": 168},
-            [{}, r_view, k_view, view(v, 64), square, {}, {}],
+            [{}, r_view, k_view, v_view, square, {}, {}],
         )  # fmt: skip
 
     def __call__(self, q, k, v, g, beta, r, A_log, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,11 +312,12 @@ class Forward:
         return y, final
 
 
-def _hopper_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Say whether the Hopper kernel takes these tensors."""
-    if INTERPRETED or v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] != 9:
+def hopper_fits(*tensors: torch.Tensor) -> bool:
+    """Say whether the Hopper kernels take these tensors."""
+    first = tensors[0]
+    if INTERPRETED or first.device.type != "cuda" or torch.cuda.get_device_capability(first.device)[0] != 9:
         return False
-    return v.element_size() == 2 and all(map(_fits_copy_engine, (q, k, v)))
+    return first.element_size() == 2 and all(map(_fits_copy_engine, tensors))
 
 
 def _fits_copy_engine(tensor: torch.Tensor) -> bool:

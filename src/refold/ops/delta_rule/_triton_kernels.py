@@ -6,9 +6,9 @@ inside a chunk, K and Q the keys and queries, S the state before the chunk (keys
     T = (I + diag(beta) strict(K Kᵀ) ∘ e^(c_i - c_j))⁻¹ diag(beta)        P = tril(Q Kᵀ) ∘ e^(c_i - c_j)
     U = T (V - e^c K S)        Y = e^c Q S + P U        S' = e^c_last S + (e^(c_last - c) K)ᵀ U
 
-`prepare` (one program per chunk and head) writes T, P and the factors of rows, with which queries and keys are also
-normalised: no copy of them is made. `chain` (one program per sequence, head and tile of values) goes over the chunks
-with the transposed state in registers: each product's result is the left factor of the next one.
+`gates` sums decays. `prepare` (one program per chunk and head) writes T, P and the factors of rows, with which queries
+and keys are also normalised: no copy of them is made. `chain` (one program per sequence, head and tile of values) goes
+over the chunks with the transposed state in registers: each product's result is the left factor of the next one.
 
 A decay per key cannot leave T. `decay` then writes c, and `prepare_keyed` writes T, P, and keys and queries times their
 decays. No exponent is positive, for any gate: neighbouring blocks of 1, 2, 4, ... tokens have a reference between them.
@@ -179,29 +179,69 @@ def _load_beta(beta_ptr, at, inside, beta_limit, BETA: tl.constexpr):
 
 
 @triton.jit
-def _store_more(more_ptr, row, offs_t, beta, q_factor, k_factor, CHUNK: tl.constexpr):
-    """Store what a backward needs besides: strengths, and what queries and keys are multiplied by."""
-    rows = more_ptr + row * (5 * CHUNK) + offs_t
-    tl.store(rows, beta)
-    tl.store(rows + CHUNK, q_factor)
-    tl.store(rows + 2 * CHUNK, k_factor)
+def _delta_gates_kernel(
+    g_ptr, beta_ptr, A_ptr, bias_ptr, cu_seqlens_ptr, rows_ptr, more_ptr, flags_ptr,
+    seqlen, nchunks, nseqs, nheads, lower, beta_limit,
+    stride_g_b, stride_g_t, stride_g_h, stride_beta_b, stride_beta_t, stride_beta_h,
+    CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (slots, blocks of heads): a program computes strengths and sums of log decays of a chunk.
+
+    Of the rows in ``more`` it writes strengths, NaN where they are not finite, and the sums: float64 in two float32
+    parts, since differences of float32 sums lose small decays after large ones. The first of ``rows`` is 0, NaN where a
+    decay is not finite. A flag says whether the inverse may be large even for keys of length one: for strengths outside
+    of [0, 2], and decays above 1.
+    """
+    slot = tl.program_id(0)
+    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    batch, start = batch.to(tl.int64), start.to(tl.int64)
+    offs_t = tl.arange(0, CHUNK)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < nheads
+    mask = (offs_t < length)[:, None] & mask_h[None, :]
+    at = batch * stride_beta_b + (start + offs_t[:, None]) * stride_beta_t + offs_h[None, :] * stride_beta_h
+    beta, mark = _load_beta(beta_ptr, at, mask, beta_limit, BETA)
+    flag = tl.max(tl.where((beta >= 0.0) & (beta <= 2.0), 0, 1), axis=0)
+    strength = beta + mark
+    g = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+    mark = g
+    if g_ptr is not None:
+        A = offs_h * 0.0
+        bias = offs_h * 0.0
+        if A_ptr is not None:
+            A = tl.load(A_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+        g_rows = g_ptr + batch * stride_g_b + (start + offs_t[:, None]) * stride_g_t
+        g = tl.load(g_rows + offs_h[None, :] * stride_g_h, mask=mask, other=0.0)
+        g = tl.where(mask, _log_decay(g, A[None, :], bias[None, :], lower, GATE), 0.0)
+        finite = _finite(g)
+        mark = tl.where(finite, 0.0, float("nan"))
+        g = tl.where(finite, g, 0.0)
+        flag = tl.maximum(flag, tl.max(tl.where(g > 0.0, 1, 0), axis=0))
+    c = tl.cumsum(g.to(tl.float64) * LOG2E, axis=0)
+    high = c.to(tl.float32)
+    cell = slot.to(tl.int64) * nheads + offs_h
+    more = more_ptr + cell[None, :] * (5 * CHUNK) + offs_t[:, None]
+    tl.store(more, strength, mask=mask_h[None, :])
+    tl.store(more + 3 * CHUNK, high, mask=mask_h[None, :])
+    tl.store(more + 4 * CHUNK, (c - high).to(tl.float32), mask=mask_h[None, :])
+    tl.store(rows_ptr + cell[None, :] * (4 * CHUNK) + offs_t[:, None], mark, mask=mask_h[None, :])
+    tl.store(flags_ptr + cell, flag, mask=mask_h)
 
 
 @triton.jit
 def _delta_prepare_kernel(
-    q_ptr, k_ptr, r_ptr, g_ptr, beta_ptr, A_ptr, bias_ptr, cu_seqlens_ptr, T_ptr, P_ptr, rows_ptr, X_ptr, more_ptr,
-    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, scale, lower, beta_limit,
+    q_ptr, k_ptr, r_ptr, cu_seqlens_ptr, T_ptr, P_ptr, rows_ptr, X_ptr, more_ptr,
+    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, scale,
     stride_q_b, stride_q_t, stride_q_g, stride_k_b, stride_k_t, stride_k_g, stride_r_b, stride_r_t, stride_r_h,
-    stride_g_b, stride_g_t, stride_g_h, stride_beta_b, stride_beta_t, stride_beta_h,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_N: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
-    NORMALIZE: tl.constexpr, ERASE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    INVERSE: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, ERASE: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (slots, heads): a program reads keys and queries of a chunk, and writes T, P and rows of factors.
 
     Rows: of what is read from the state (NaN where key, gate or beta is not finite), of queries, of what is written,
-    and the decay of the whole chunk. Sums of log decays are float64, for float32 inputs in two float32 parts:
-    differences of float32 sums lose small decays after large ones.
+    and the decay of the whole chunk. Of ``more`` it writes what queries and keys are multiplied by.
     """
     slot = tl.program_id(0)
     pid_h = tl.program_id(1)
@@ -216,27 +256,16 @@ def _delta_prepare_kernel(
     k_rows = k_ptr + batch * stride_k_b + start * stride_k_t + pid_g.to(tl.int64) * stride_k_g
     k = tl.load(k_rows + offs_t[:, None] * stride_k_t + offs_n[None, :], mask=mask, other=0.0)
     q = tl.load(q_rows + offs_t[:, None] * stride_q_t + offs_n[None, :], mask=mask, other=0.0)
-    g = tl.zeros((CHUNK,), tl.float32)
-    if g_ptr is not None:
-        g_rows = g_ptr + batch * stride_g_b + start * stride_g_t + pid_h * stride_g_h
-        g = tl.load(g_rows + offs_t * stride_g_t, mask=inside, other=0.0).to(tl.float32)
-    at = batch * stride_beta_b + (start + offs_t) * stride_beta_t + pid_h * stride_beta_h
-    beta, mark = _load_beta(beta_ptr, at, inside, beta_limit, BETA)
-    strength = beta + mark
-    if g_ptr is not None:
-        A = 0.0
-        bias = 0.0
-        if A_ptr is not None:
-            A = tl.load(A_ptr + pid_h).to(tl.float32)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + pid_h).to(tl.float32)
-        g = tl.where(inside, _log_decay(g, A, bias, lower, GATE), 0.0)
-    finite = _finite(g)
-    mark += tl.where(finite, 0.0, float("nan"))
-    g = tl.where(finite, g, 0.0).to(tl.float64) * LOG2E
-    c = tl.cumsum(g, axis=0)
-    high = c.to(tl.float32)
-    low = (c - high).to(tl.float32)
+    row = slot.to(tl.int64) * nheads + pid_h
+    more = more_ptr + row * (5 * CHUNK) + offs_t
+    rows = rows_ptr + row * (4 * CHUNK) + offs_t
+    beta = tl.load(more)
+    mark = tl.load(rows) + beta * 0.0
+    beta = tl.where(_finite(beta), beta, 0.0)
+    high = tl.load(more + 3 * CHUNK)
+    low = tl.load(more + 4 * CHUNK)
+    last = more_ptr + row * (5 * CHUNK) + 4 * CHUNK - 1
+    total = tl.load(last)
     TWO: tl.constexpr = T_ptr.dtype.element_ty == tl.float32
     r = k
     if r_ptr is not None:
@@ -249,7 +278,6 @@ def _delta_prepare_kernel(
         between += low[:, None] - low[None, :]
     grown = exp2(tl.where(causal, between, 0.0))
     keys = tl.trans(k)
-    row = slot.to(tl.int64) * nheads + pid_h
     square = row * (CHUNK * CHUNK) + offs_t[:, None] * CHUNK + offs_t[None, :]
     # Of products of rows, the diagonal has their lengths, and is not finite where a row is not.
     k_factor = tl.full((CHUNK,), 1.0, tl.float32)
@@ -279,17 +307,13 @@ def _delta_prepare_kernel(
         tl.store(X_ptr + square, T.to(X_ptr.dtype.element_ty))
     T *= beta[None, :]
     tl.store(T_ptr + square, T.to(T_ptr.dtype.element_ty))
-    rows = rows_ptr + row * (4 * CHUNK) + offs_t
-    total = tl.sum(g, axis=0)
     from_start = exp2(high)
     tl.store(rows, from_start * r_factor + mark)
     tl.store(rows + CHUNK, from_start * q_factor)
-    tl.store(rows + 2 * CHUNK, exp2((total - c).to(tl.float32)) * k_factor)
-    tl.store(rows + 3 * CHUNK, offs_t * 0.0 + exp2(total.to(tl.float32)))
-    if more_ptr is not None:
-        _store_more(more_ptr, row, offs_t, strength, q_factor, k_factor, CHUNK)
-        tl.store(more_ptr + row * (5 * CHUNK) + 3 * CHUNK + offs_t, high)
-        tl.store(more_ptr + row * (5 * CHUNK) + 4 * CHUNK + offs_t, low)
+    tl.store(rows + 2 * CHUNK, exp2((total - high) + (tl.load(last + CHUNK) - low)) * k_factor)
+    tl.store(rows + 3 * CHUNK, offs_t * 0.0 + exp2(total))
+    tl.store(more + CHUNK, q_factor)
+    tl.store(more + 2 * CHUNK, k_factor)
 
 
 @triton.jit
@@ -382,7 +406,8 @@ def _delta_prepare_keyed_kernel(
     from_start = exp2(c.to(tl.float32))
     at = (row * CHUNK + offs_t[:, None]) * nkeys + offs_n[None, :]
     tl.store(Q_ptr + at, (q_wide * from_start).to(dtype), mask=mask_n[None, :])
-    tl.store(R_ptr + at, (r_wide * from_start).to(dtype), mask=mask_n[None, :])
+    if ERASE:
+        tl.store(R_ptr + at, (r_wide * from_start).to(dtype), mask=mask_n[None, :])
     to_end = exp2((total[None, :] - c).to(tl.float32))
     written = k_wide + own[:, None]
     if r_ptr is not None:
@@ -423,7 +448,10 @@ def _delta_prepare_keyed_kernel(
     tl.store(rows + CHUNK, offs_t * 0.0 + 1.0)
     tl.store(rows + 2 * CHUNK, offs_t * 0.0 + 1.0)
     if more_ptr is not None:
-        _store_more(more_ptr, row, offs_t, strength, q_factor, k_factor, CHUNK)
+        more = more_ptr + row * (5 * CHUNK) + offs_t
+        tl.store(more, strength)
+        tl.store(more + CHUNK, q_factor)
+        tl.store(more + 2 * CHUNK, k_factor)
 
 
 @triton.jit

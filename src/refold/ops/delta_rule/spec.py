@@ -202,7 +202,7 @@ SPEC = OpSpec(
         {**_FUSED, "lower_bound": -5.0},
         layout=_PER_KEY,
     ),
-    wide_sizes={"h": 4, "p": 64, "n": 64},
+    wide_sizes={"h": 4, "p": 72, "n": 96},
 )
 
 STEP = step_of(

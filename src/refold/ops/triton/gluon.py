@@ -73,6 +73,15 @@ def seen_as(tile, layout: gl.constexpr):
 
 
 @gluon.jit
+def seen_as_type(tile, dtype: gl.constexpr):
+    """Return the same shared memory with elements of another type, as wide."""
+    if _REINTERPRET:
+        return tile.reinterpret(dtype, tile.shape, tile.layout)
+    else:
+        return tile._reinterpret(dtype, tile.shape, tile.layout)
+
+
+@gluon.jit
 def offset(cu_seqlens_ptr, i, seqlen):
     """Return an offset of packed sequences, inside of the array whatever it holds."""
     return gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr + i).to(gl.int32), 0), seqlen)
