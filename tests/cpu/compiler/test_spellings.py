@@ -363,6 +363,19 @@ def halves_of_a_position(x):
     return out
 
 
+def over_time(step):
+    """Return a loop over sequences that collects the states of a step."""
+
+    def fn(*xs):
+        h, out = torch.zeros_like(xs[0][:, 0]), []
+        for t in range(xs[0].shape[1]):
+            h = step(h, *(x[:, t] for x in xs))
+            out.append(h)
+        return torch.stack(out, 1)
+
+    return fn
+
+
 LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
 SPELLINGS = {
     rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
@@ -509,13 +522,10 @@ FIRST = ("of a stack", "twice", "both sides, by tensors")
 @pytest.mark.parametrize("name", BOUNDED)
 def test_gradients_where_both_sides_of_a_bound_are_equal(name):
     """Each spelling hands its gradient on in its own way."""
+    states = over_time(BOUNDED[name])
 
     def fn(x, c):
-        h, out = torch.zeros_like(x[:, 0]), []
-        for t in range(x.shape[1]):
-            h = BOUNDED[name](h, x[:, t], c[:, t])
-            out.append(h * c[:, t])
-        return torch.stack(out, 1)
+        return states(x, c) * c
 
     generator = torch.Generator().manual_seed(0)
     found = check(fn, [torch.randn(LONG, generator=generator).round() for _ in range(2)], True)
@@ -534,13 +544,7 @@ OTHERWISE = (
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", [name for name in BOUNDED if name not in OTHERWISE])
 def test_gradients_before_what_is_not_finite(name, bad):
-    def fn(x, c):
-        h, out = torch.zeros_like(x[:, 0]), []
-        for t in range(x.shape[1]):
-            h = BOUNDED[name](h, x[:, t], c[:, t])
-            out.append(h)
-        return torch.stack(out, 1)
-
+    fn = over_time(BOUNDED[name])
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(BATCH, STEPS, CHANNELS, generator=generator) for _ in range(2)]
     first = STEPS - 3
@@ -654,11 +658,4 @@ OTHERWISE = {
 
 @pytest.mark.parametrize("step", OTHERWISE.values(), ids=OTHERWISE)
 def test_what_is_bounded_otherwise_stays(step):
-    def fn(x):
-        h, out = torch.zeros_like(x[:, 0]), []
-        for t in range(x.shape[1]):
-            h = step(h, x[:, t])
-            out.append(h)
-        return torch.stack(out, 1)
-
-    assert check(fn, [torch.randn(LONG, generator=torch.Generator().manual_seed(0))], False) == []
+    assert check(over_time(step), [torch.randn(LONG, generator=torch.Generator().manual_seed(0))], False) == []
