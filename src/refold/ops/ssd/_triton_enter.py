@@ -72,7 +72,8 @@ def _ssd_leave_kernel(sums_ptr, state_ptr, move_ptr, out_ptr, rows, nblocks, siz
     if tl.program_id(0) == 0:
         total = tl.zeros((BLOCK,), tl.float64)
         for first in range(0, nblocks, BLOCK):
-            total += tl.load(sums_ptr + pid * nblocks + first + offs, mask=first + offs < nblocks, other=0.0)
+            sums = tl.load(sums_ptr + pid * nblocks + first + offs, mask=first + offs < nblocks, other=0.0)
+            total += sums.to(tl.float64)
         move = exp2(tl.sum(total, axis=0).to(tl.float32))
         tl.store(move_ptr + pid, move)
         if state_ptr is not None:
@@ -87,21 +88,21 @@ def _decays(dt_ptr, A_ptr, dt_bias_ptr, base, pid_b, pid_h, start, inside, strid
     dt_rows = dt_ptr + pid_b * stride_dt_b + start * stride_dt_t
     log2 = load_log2_decays(dt_rows, A_ptr, dt_bias_ptr, head, head >= 0, inside, stride_dt_t, stride_dt_h,
                             dt_min, dt_max, SOFTPLUS)  # fmt: skip
-    return exp2((base + tl.sum(tl.cumsum(log2, axis=1), axis=0)).to(tl.float32))
+    return exp2(base.to(tl.float32) + tl.sum(tl.cumsum(log2, axis=1), axis=0))
 
 
 @triton.jit
 def _first(sums, walker, nblocks, WALKERS: tl.constexpr):
     """Return the log2 decay before the first block of a program."""
     offs = tl.arange(0, WALKERS)
-    return tl.sum(tl.load(sums + offs, mask=(offs < walker) & (offs < nblocks), other=0.0), axis=0)
+    return tl.sum(tl.load(sums + offs, mask=(offs < walker) & (offs < nblocks), other=0.0).to(tl.float64), axis=0)
 
 
 @triton.jit
 def _next(sums, base, block, nblocks, WALKERS: tl.constexpr):
     """Return the log2 decay before the next block of a program, which is WALKERS blocks later."""
     offs = block + tl.arange(0, WALKERS)
-    return base + tl.sum(tl.load(sums + offs, mask=offs < nblocks, other=0.0), axis=0)
+    return base + tl.sum(tl.load(sums + offs, mask=offs < nblocks, other=0.0).to(tl.float64), axis=0)
 
 
 @triton.jit
@@ -129,26 +130,16 @@ def _ssd_enter_kernel(
     mask_n = offs_n < dstate
     mask_np = mask_n[:, None] & mask_p[None, :]
     row = pid_b * nheads + pid_h
-    offs_np = row * headdim * dstate + offs_p[None, :] * dstate + offs_n[:, None]
+    at = row * headdim * dstate
+    offs_np = offs_p[None, :] * dstate + offs_n[:, None]
     tokens = _tokens(end_ptr, seqlen)
     sums = sums_ptr + row * nblocks
     base = _first(sums, walker, nblocks, WALKERS)
     last = walker == WALKERS - 1
     reached = (walker * BLOCK < tokens) & ((base >= least) | (base != base))
-    state = tl.load(state_ptr + offs_np, mask=spread(reached | last, mask_np), other=0.0)
+    state = tl.load(state_ptr + at + offs_np, mask=spread(reached | last, mask_np), other=0.0)
     spoiled = tl.max((~(tl.abs(state) < float("inf"))).to(tl.int32), axis=0)
     y_rows = y_ptr + (pid_b * seqlen * nheads + pid_h) * headdim + offs_p[None, :]
-    if last:
-        tl.store(kept_ptr + offs_np, state, mask=mask_np)
-        if final_ptr is not None:
-            final = tl.load(final_ptr + offs_np, mask=mask_np, other=0.0)
-            tl.store(final_ptr + offs_np, final + tl.load(move_ptr + row) * state, mask=mask_np)
-        if tl.max(spoiled, axis=0) > 0:
-            for first in range(0, tokens, BLOCK):
-                t = first + offs_t[:, None]
-                nothing = tl.full((BLOCK, BLOCK_P), float("nan"), tl.float32).to(y_ptr.dtype.element_ty)
-                mask = (t < tokens) & (spoiled > 0)[None, :]
-                tl.store(y_rows + t.to(tl.int64) * (nheads * headdim), nothing, mask=mask)
     operand = state.to(C_ptr.dtype.element_ty)
     block = walker
     while (block * BLOCK < tokens) & ((base >= least) | (base != base)):
@@ -171,6 +162,22 @@ def _ssd_enter_kernel(
             added *= silu(z_tile.to(tl.float32))
         tl.store(y_tile, (y + added).to(y_ptr.dtype.element_ty), mask=mask_tp)
         block += WALKERS
+    if last:
+        move = tl.load(move_ptr + row)
+        for first in range(0, dstate, 32):  # some at a time: all at once would take the registers of two programs
+            n = first + tl.arange(0, 32)
+            offs = at + offs_p[None, :] * dstate + n[:, None]
+            mask = (n < dstate)[:, None] & mask_p[None, :]
+            part = tl.load(state_ptr + offs, mask=mask, other=0.0)
+            tl.store(kept_ptr + offs, part, mask=mask)
+            if final_ptr is not None:
+                tl.store(final_ptr + offs, tl.load(final_ptr + offs, mask=mask, other=0.0) + move * part, mask=mask)
+        if tl.max(spoiled, axis=0) > 0:
+            for first in range(0, tokens, BLOCK):
+                t = first + offs_t[:, None]
+                nothing = tl.full((BLOCK, BLOCK_P), float("nan"), tl.float32).to(y_ptr.dtype.element_ty)
+                mask = (t < tokens) & (spoiled > 0)[None, :]
+                tl.store(y_rows + t.to(tl.int64) * (nheads * headdim), nothing, mask=mask)
 
 
 @triton.jit
@@ -239,7 +246,7 @@ def _ssd_enter_bwd_sum_kernel(
     move = tl.load(move_ptr + pid)
     total = tl.zeros((BLOCK,), tl.float32)
     if parts_ptr is not None:
-        for walker in range(WALKERS):
+        for walker in tl.static_range(WALKERS):
             own = pid * WALKERS + walker
             total += tl.load(parts_ptr + own * size + offs, mask=spread(tl.load(reached_ptr + own), mask), other=0.0)
     if dstate_ptr is not None:
@@ -252,13 +259,13 @@ def _ssd_enter_bwd_sum_kernel(
 class _Walk:
     """How one combination of shapes, strides, dtypes and options is walked over."""
 
-    def __init__(self, dt, C, z, state, dt_softplus, dt_limit, least, block_p="block_p") -> None:
+    def __init__(self, dt, C, z, state, dt_softplus, dt_limit, least) -> None:
         batch, seqlen, nheads = dt.shape
         ngroups, dstate = C.shape[-2:]
         headdim = state.shape[-2]
         config = lookup(ENTER, C.device, C.dtype)
         block, block_n = config["block"], max(16, triton.next_power_of_2(dstate))
-        block_p = min(max(16, triton.next_power_of_2(headdim)), config[block_p])
+        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
         while block_p > 16 and block_p * block_n > config["tile"]:
             block_p //= 2
         precision = "ieee"
@@ -281,7 +288,7 @@ class _Walk:
             _ssd_enter_sums_kernel, (self.nblocks, triton.cdiv(nheads, block_h), batch),
             {"BLOCK": block, "BLOCK_H": block_h, **softplus}, {"num_warps": 4},
         )  # fmt: skip
-        self.new_sums = fresh((batch, nheads, self.nblocks), torch.float64, C.device)
+        self.new_sums = fresh((batch, nheads, self.nblocks), torch.float32, C.device)
         z_strides = (0, 0, 0) if z is None else z.stride()[:3]
         self.ints = (
             seqlen, self.nblocks, nheads, ngroups, headdim, dstate, *limits, least / math.log(2.0),
@@ -291,6 +298,8 @@ class _Walk:
         self.consts = {"BLOCK": block, "BLOCK_P": block_p, "BLOCK_N": block_n, "WALKERS": self.walkers, **softplus}
         self.consts |= {"PRECISION": precision}
         self.options = {"num_warps": config["warps"], "num_stages": 1}
+        if "registers" in config and C.element_size() == 2:
+            self.options["maxnreg"] = config["registers"]
 
     def over_states(self, kernel: Any, blocks: int, **consts: Any) -> Launch:
         """Return the launch of a kernel over the elements of all states."""
@@ -339,7 +348,7 @@ def enter_backward(
     dt_softplus: bool, dt_limit: tuple[float, float], least: float, **_: Any,
 ) -> Callable[..., None]:  # fmt: skip
     """Plan the gradient of a state that enters; ``out`` takes it and the map, flat."""
-    walk = _Walk(dt, C, z, state, dt_softplus, dt_limit, least, "gradient_p")
+    walk = _Walk(dt, C, z, state, dt_softplus, dt_limit, least)
     launch = Launch(_ssd_enter_bwd_kernel, walk.grid, walk.consts, walk.options)
     new_parts = fresh((walk.rows, walk.walkers, walk.size), torch.float32, C.device)
     new_reached = fresh((walk.rows, walk.walkers), torch.int8, C.device)

@@ -63,10 +63,11 @@ def load_rates(A_ptr, offs_h, heads):
 
 
 @triton.jit
-def log2_decays(step, A):
-    """Return log2 of decays, float64, at least -256: that leaves nothing, and less would lose what sums add to it."""
-    log2 = step.to(tl.float64) * A.to(tl.float64)[:, None] * tl.full((1, 1), LOG2E, tl.float64)
-    return clip(log2, -256.0, 256.0)
+def log2_decays(step, A, WIDE: tl.constexpr):
+    """Return log2 of decays, at least -256: that leaves nothing, and less would lose what sums add to it."""
+    if WIDE:
+        return clip(step.to(tl.float64) * A.to(tl.float64)[:, None] * tl.full((1, 1), LOG2E, tl.float64), -256.0, 256.0)
+    return clip(step * (A * LOG2E)[:, None], -256.0, 256.0)
 
 
 @triton.jit
@@ -74,9 +75,9 @@ def load_log2_decays(
     dt_rows, A_ptr, dt_bias_ptr, offs_h, heads, inside, stride_dt_t, stride_dt_h, dt_min, dt_max,
     SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """Return `log2_decays` of `load_steps`."""
+    """Return `log2_decays` of `load_steps`, float32."""
     step = load_steps(dt_rows, dt_bias_ptr, offs_h, heads, inside, stride_dt_t, stride_dt_h, dt_min, dt_max, SOFTPLUS)
-    return log2_decays(step, load_rates(A_ptr, offs_h, heads))
+    return log2_decays(step, load_rates(A_ptr, offs_h, heads), False)
 
 
 @triton.jit
@@ -170,11 +171,11 @@ def _ssd_fwd_prepare_kernel(
         A = load_rates(A_ptr, offs_h, heads)
         rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
         if PARTS == 2:
-            total = tl.cumsum(log2_decays(step, A), axis=1)
+            total = tl.cumsum(log2_decays(step, A, True), axis=1)
             decay = total.to(tl.float32)
             low = (total - decay.to(tl.float64)).to(tl.float32)
         else:
-            log2_decay = clip(step * (A * LOG2E)[:, None], -256.0, 256.0)
+            log2_decay = log2_decays(step, A, False)
             if SHIFT:  # An infinite step spoils all that comes after it; its logarithm alone would not.
                 log2_decay = tl.where(tl.abs(step) < float("inf"), log2_decay, float("nan"))
             decay = tl.cumsum(log2_decay, axis=1)

@@ -33,8 +33,10 @@ STEP = Table({"tile": 2048, "warps": 4, "few": 256, "few_tile": 1024, "few_warps
 """Keys: tile (state elements per program) and warps; the same where there are fewer states than ``few``."""
 
 ENTER = Table(
-    {"block": 32, "block_p": 64, "gradient_p": 32, "tile": 8192, "walkers": 32, "slots": 16, "warps": 4},
-    dtypes={"float32": {"block_p": 32, "precision": "bf16x6"}},
+    {"block": 32, "block_p": 32, "tile": 8192, "walkers": 32, "slots": 32, "warps": 4},
+    dtypes={"float32": {"precision": "bf16x6"}},
+    families={"hopper": {"registers": 128}},
 )
-"""Keys: as of the forward; block (tokens), gradient_p (channels per program for the gradient), walkers (at most, of a
-head and its block of channels). Products of 32 rows are not the asynchronous ones, whose tiles must be copied ahead."""
+"""Keys: as of the forward; block (tokens), walkers (at most, of a head and its block of channels), registers (of a
+thread, at most, for 16 bits: four programs share a multiprocessor). Products of 32 rows are not the asynchronous ones,
+whose tiles must be copied ahead."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import ModuleType
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ from refold.ops.torch.spoiled import spoil
 INITIAL = "initial_state"
 
 NEGLIGIBLE = 2.0**-10
-"""What is left of a state counts as nothing if it is less than this part of its rounding."""
+"""What is left of a state counts as nothing if it is less than this part of its rounding, or of y's if added to it."""
 
 ALIGNED = 32
 """Rows of numbers on their way have a multiple of so many, so that kernels can read states where they arrive."""
@@ -146,8 +146,15 @@ class _Part:
             self.enters = begin > 0 and offsets.take(self.first) < begin  # a document is open where the run begins
             self.through = begin > 0 and offsets.take(self.last) < begin  # and it is the one that is open at its end
             self.entered_end = ends.take(self.first)
-            self.entered_tokens = (self.entered_end - begin).clamp(max=self.count) * self.enters
             self.own = ((ends > begin) if begin else (ends >= 0)) & (ends <= end)  # documents that end here
+
+    @cached_property
+    def entered_tokens(self) -> Tensor | None:
+        """How many tokens belong to the document that is open where the run begins; None without a pack: all."""
+        if self.pack is None:
+            return None
+        tokens: Tensor = (self.entered_end - self.piece.begin).clamp(max=self.count) * self.enters
+        return tokens
 
     def some(self, begin: int, end: int) -> _Part:
         """Return the part of some of the tokens, counted from its first."""
@@ -407,7 +414,7 @@ class _Call:
         assert self.hooks is not None
         names = self.hooks[name].names
         timed = () if part.count == self.tokens else self.found.timed
-        given["end"] = None if part.pack is None else part.entered_tokens
+        given["end"] = part.entered_tokens
         arrays = [
             given[n] if n in given else self.arrays[n][:, part.tokens] if n in timed and self.arrays[n] is not None
             else self.arrays[n] for n in names
@@ -416,7 +423,8 @@ class _Call:
         others = signature_of([given.get("dy"), given.get("dfinal")], (), "")
         key = name, part.piece.at, part.count, given.get("out") is None, given.get("final") is None, others, NEGLIGIBLE
         if (plan := self.found.plans.get(key)) is None:
-            least = math.log(torch.finfo(self.dtype).eps * NEGLIGIBLE)
+            dtype = self.found.results[0][1] if name == "enter" else self.dtype
+            least = math.log(torch.finfo(dtype).eps * NEGLIGIBLE)
             named = dict(zip(names, arrays, strict=True))
             plan = self.found.plans[key] = self.hooks[name].plan(**named, **self.options, least=least)
         return plan(*arrays)
