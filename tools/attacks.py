@@ -27,6 +27,8 @@ from refold.judge.program import source
 
 # Checks that level quick does not make, or makes only as far as its time allows; others are tried at that level.
 DEEP = {"C6", "N4", "N5", "N6", "N7", "U3", "P6"}
+# What refuses most programs that are wrong in a branch. Where another check is expected, it is shown without these.
+BRANCHES = frozenset({"C7", "C8"})
 ROOT = Path(__file__).parent.parent / "tests"
 ORIGINALS = ROOT / "adversarial" / "originals"
 IMPORT = re.compile(r"^from originals\.(\w+) import Model$", re.MULTILINE)
@@ -51,6 +53,7 @@ class Entry:
     def trial(self, nursery: Nursery, off: frozenset[str] = frozenset(), seed: int | None = None) -> Verdict:
         """Try the candidate, leaving out speed unless it is about speed."""
         level = "full" if self.expect & DEEP or "accepted" in self.expect else "quick"
+        off |= BRANCHES - self.expect if BRANCHES.isdisjoint(self.expect | {"accepted"}) else frozenset()
         terms = Terms(**({"accept": "right", "timeout": 20.0, "rival": "eager", "level": level} | self.terms))
         first = source(originals()[self.original], name=f"{self.original}.py", role="original")
         second = source(IMPORT.sub(lambda _: first.text, self.text), name=f"{Path(self.name).name}.py")

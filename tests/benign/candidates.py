@@ -327,3 +327,43 @@ def vmapped(self, x):
 def wider(self, a, b):
     """A product in half precision whose sums are kept in float32."""
     return (a.float() @ b.float()).to(a.dtype)
+
+
+@candidate(original="softmax")
+def in_place(self, x):
+    """In place where no gradients are recorded; the rows of inputs of any rank."""
+    x = 0.01 * x
+    top = x.amax(-1, keepdim=True)
+    if torch.is_grad_enabled() and x.requires_grad:
+        y = (x - top).exp()
+        return y / y.sum(-1, keepdim=True)
+    y = (x - top).exp_()
+    return y.div_(y.sum(-1, keepdim=True))
+
+
+@candidate(original="softplus")
+def stable(self, x):
+    """Softplus with a threshold, guards and masks of its own."""
+    if torch.isnan(x).any():
+        return torch.nn.functional.softplus(x)
+    y = torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
+    return torch.where(x < -15, torch.exp(x), y)
+
+
+@candidate(original="attention")
+def tables(self, q, k, v, scale=None, causal=True):
+    """Blocks of keys, with safe divisions and a sum that starts at zero."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rows = torch.arange(q.shape[-2], device=q.device)[:, None]
+    top, total, out = torch.full_like(q[..., :1], -torch.inf), 0, 0
+    for start in range(0, k.shape[-2], 4):
+        stop = min(start + 4, k.shape[-2])
+        scores = q @ k[..., start:stop, :].mT * scale
+        if causal:
+            columns = torch.arange(start, stop, device=q.device)
+            scores = scores.masked_fill(columns > rows, -torch.inf)
+        new = torch.maximum(top, scores.amax(-1, keepdim=True))
+        safe = torch.where(torch.isinf(new), 0, new)
+        part, old = (scores - safe).exp(), (top - safe).exp()
+        total, out, top = total * old + part.sum(-1, keepdim=True), out * old + part @ v[..., start:stop, :], new
+    return out / total

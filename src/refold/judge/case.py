@@ -24,11 +24,7 @@ from .sides import Sides, Tensors, together
 COARSE = 0.01  # of a gradient at large inputs, where backwards lose digits
 SPOT = 0.05  # of the size of such a gradient, by which one element may be off
 DIGITS = 1e-4  # of it by which the original is off at most where it loses few digits itself
-LOW = {
-    "autocast": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}  # ways of use in which a program may round so
+LOW = {"autocast": torch.bfloat16}  # ways of use in which a program may round so
 OTHER_DTYPES = (*LOW, "float64")  # in which results may be of other dtypes
 METADATA = frozenset({"M1", "M2", "M3"})
 
@@ -72,7 +68,13 @@ class Case:
         self._aliases = o.aliases
         self.traces(o, y)
         self._past.append(y)
+        self.compared()
         return o, y
+
+    def compared(self) -> None:
+        """Count what the last call ran, now that it was right."""
+        if self.sides.cover is not None:
+            self.sides.cover.compared()
 
     def unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
         """Compare a call that the original may not accept, and that a candidate may refuse, by an exception.
@@ -106,6 +108,7 @@ class Case:
             self.docket.step("C6" if call.use else "M2", f"{name}: {other}")
         self._untouched(o, y)
         self.numbers(name, check, call, r, o, y)
+        self.compared()
         return True
 
     def agrees(self, call: Call) -> bool | None:
@@ -121,10 +124,13 @@ class Case:
         except Raised:
             return False
         known = self.known * 1.125
-        return not unlike(o, y) and all(
+        right = not unlike(o, y) and all(
             a.shape == b.shape and judged("", real64(a), a, b, known, sides.longest).passed
             for a, b in zip(o.tensors, y.tensors, strict=True)
         )
+        if right:
+            self.compared()
+        return right
 
     def _of_one_dtype(self, call: Call, r: Result, o: Result, y: Result) -> tuple[Result, Result, Result]:
         """Cast results to one dtype, where the way of use says which dtypes a program computes in; integers are let be.

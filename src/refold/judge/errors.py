@@ -27,5 +27,9 @@ class Raised(Misbehaved):
         self.failure = failure
 
 
+class Enough(RefoldError):
+    """All branches of a candidate have run."""
+
+
 class Unjudgeable(RefoldError, RuntimeError):
     """Whether a candidate is acceptable cannot be found out here; the message says why."""

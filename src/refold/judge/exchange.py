@@ -9,6 +9,7 @@ that of https://bench.flashinfer.ai/docs/flashinfer-trace.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import json
 import operator
@@ -326,12 +327,14 @@ def programs(
     spec = {"axes": sizes, "inputs": inputs, "outputs": outputs, "places": places, "below": below}
     common = Template(_COMMON).substitute(spec=repr(json.dumps(spec)))
     original = source(definition.reference + common + _ORIGINAL, name="reference.py", role="original")
-    text, entry = entry_text, solution.entry[1]
+    text, entry, lines = entry_text, solution.entry[1], entry_text.count("\n") + 1
     if len(solution.sources) > 1:
         module = solution.entry[0].removesuffix(".py").replace("/", ".")
         values = {"files": solution.sources, "module": module, "function": entry}
         text, entry = Template(_PACKAGE).substitute({k: repr(v) for k, v in values.items()}), "_entry"
+        lines = 0
     candidate = source(text + common + Template(_CANDIDATE).substitute(entry=entry), name=f"{solution.name[:60]}.py")
+    candidate = dataclasses.replace(candidate, lines=lines, entry=entry)
     floats = [each["dtype"] for each in (*inputs.values(), *outputs.values()) if each["dtype"] in _FLOATS]
     dtype = next((each for each in _FLOATS if each in floats), "float32")
     return original, candidate, _stored(definition, workload, root, inputs), dtype

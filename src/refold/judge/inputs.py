@@ -278,8 +278,8 @@ def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
     seen = {tuple(tuple(x.shape) for x in like)}
     g = generator(seed)
     changes: list[Callable[[int], int]] = [
-        lambda n: n + 1, lambda n: n - 1, lambda n: 1, lambda n: 3 * n + 1, lambda n: _prime(n // 2 + 1), lambda n: 0,
-        lambda n: 2 + _below(min(n, 15), g), lambda n: 2 * n,
+        lambda n: n + 1, lambda n: n - 1, _power, lambda n: 1, lambda n: 3 * n + 1, lambda n: _prime(n // 2 + 1),
+        lambda n: 0, lambda n: 2 + _below(min(n, 15), g), lambda n: 2 * n,
     ]  # fmt: skip
     for change in changes:
         for old in sizes:
@@ -319,6 +319,11 @@ def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
             [x.narrow(axis, 0, 1).expand(x.shape) if x.numel() and x.dim() and is_real(x) else x for x in fresh],
         )
     yield "odd address", [_shifted(x, 1 + _below(15, g)) for x in fresh]
+
+
+def _power(n: int) -> int:
+    """Return the next power of two, a multiple of the sizes of blocks."""
+    return 1 << (n - 1).bit_length()
 
 
 def _prime(n: int) -> int:

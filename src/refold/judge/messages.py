@@ -81,11 +81,20 @@ class Start:
 
 @dataclass(frozen=True)
 class Load:
-    """Import a program's source, ``text``, as a file of this name; the attribute is what is judged in it."""
+    """Import a program's source, ``text``, as a file of this name; the attribute is what is judged in it.
+
+    Attributes:
+        code: What runs in place of the text, if anything: the same with marks.
+        recorder: The name by which it reaches what writes the marks.
+        room: How many marks there may be.
+    """
 
     text: str
     name: str
     attribute: str
+    code: bytes = b""
+    recorder: str = ""
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,12 +143,9 @@ OPTIONAL = ("called", "copied", "copied first", "pickled")
 USES = {
     "autocast": "under torch.autocast",
     "float64": "with float64 as the default dtype",
-    "bfloat16": "with bfloat16 as the default dtype",
-    "deterministic": "with torch.use_deterministic_algorithms(True)",
     "thread": "called from another thread",
     "parts": "for inputs that are parts of one larger tensor",
     "own memory": "for inputs in memory of torch's own",
-    "parameters": "for inputs that are parameters",
     "same objects": "for the tensors of the call before, changed in place",
     "between": "if it is called again before its results are used",
     "changed": "if its results are changed in place",
@@ -149,11 +155,6 @@ USES = {
     "jvp": "under torch.func.jvp",
     "vmap": "under torch.func.vmap",
     "vjp": "under torch.func.vjp",
-    "float16": "under torch.autocast in float16",
-    "watched": "under modes and hooks that only look",
-    "settings": "with more threads, while anomalies are looked for",
-    "backward": "within a backward of others",
-    "subclass": "for inputs of a subclass of torch.Tensor",
     "overlapping": "for inputs that overlap in memory",
     "conjugate": "for inputs that are conjugate views",
 }

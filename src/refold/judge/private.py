@@ -38,6 +38,7 @@ COSTS = {name: f"S4 does not see {what}" for what, (name, _) in SWITCHES.items()
     "Tensor._backward_hooks": "S1 and S8 do not count hooks of tensors",
     "Tensor._version": "S1 does not see that an input was changed and changed back",
     "compiler._is_compiling_flag": "C6 does not try what is done while torch compiles",
+    "jit._state": "C7 does not see what torch.jit.script compiles",
     "utils._config_module.ConfigModule.get_config_copy": "S4 does not see settings of torch's compiler",
     "utils._python_dispatch.TorchDispatchMode": "sums are not counted, so bounds are those of short ones; nor is T12",
 }
@@ -75,6 +76,7 @@ _module_hooks = _find("nn.Module._forward_hooks")
 _tensor_hooks = _find("Tensor._backward_hooks")
 _version = _find("Tensor._version")
 _compiler: Any = None if _find("compiler._is_compiling_flag") is None else torch.compiler
+_script = _find("jit._state")
 _config = _find("utils._config_module.ConfigModule.get_config_copy")
 DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", _NoMode)
 """A class whose instances, as context managers, see each operation."""
@@ -145,6 +147,13 @@ def move_compiler() -> None:
     if hasattr(where, "_HEADER_DIR") and paths is not None:
         where._HEADER_DIR = os.path.join(paths.default_cache_dir(), "precompiled_headers")
         where._HEADER_LOCK_DIR = os.path.join(where._HEADER_DIR, "locks")
+
+
+def run_eagerly() -> None:
+    """Let torch compile nothing, so that all that a program does is Python's."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if _script is not None:
+        _script.disable()
 
 
 def imported_dynamo() -> bool:

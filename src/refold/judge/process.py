@@ -26,6 +26,7 @@ import torch
 
 from ..verify.contention import crowding
 from . import kernel, messages
+from .branches import Branches
 from .errors import Misbehaved, Raised, Unjudgeable
 from .messages import Description, Place
 from .shared import After, Shared, overlap
@@ -161,9 +162,10 @@ class Process:
 
     # Commands.
 
-    def load(self, attribute: str, timeout: float) -> float:
-        """Import the program; return the seconds it took."""
-        command = messages.Load(self._text, self._name, attribute)
+    def load(self, attribute: str, timeout: float, branches: Branches | None = None) -> float:
+        """Import the program, with marks in it if there are any; return the seconds it took."""
+        more = () if branches is None else (branches.code, branches.recorder, branches.room)
+        command = messages.Load(self._text, self._name, attribute, *more)
         answer = self.ask(command, messages.Done, messages.Missing, timeout=timeout)
         if isinstance(answer, messages.Missing):
             raise Misbehaved("P4", f"{self._name} does not define {attribute}")
@@ -190,6 +192,10 @@ class Process:
     def state(self) -> dict[str, Description]:
         """Ask for its parameters and buffers alone."""
         return self._named(self.ask("state", messages.State).state)
+
+    def marks(self) -> Description:
+        """Ask where the marks of its branches lie."""
+        return self.ask("marks", messages.State).state["marks"]
 
     def _named(self, state: dict[str, Description]) -> dict[str, Description]:
         self._state = {self.names.get(name) or name: m for name, m in state.items()}

@@ -32,11 +32,14 @@ class Program:
         text: The source of one file.
         name: The file's name.
         attribute: The class or function in it.
+        lines: How many lines are its author's; those after them call ``entry``, which is one of these. None: all.
     """
 
     text: str
     name: str
     attribute: str
+    lines: int | None = None
+    entry: str = ""
 
     def __post_init__(self) -> None:
         for name in ("text", "name", "attribute"):

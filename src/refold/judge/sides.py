@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import inputs, weights
+from .branches import Branches, Cover
 from .docket import Docket
 from .errors import Misbehaved, Unjudgeable
 from .messages import Build, Description, Inspected
@@ -64,6 +65,7 @@ class Sides:
         most: The most bytes that results may span.
         made: The seconds that it took to make the witness and the candidate.
         modes: Training modes, hooks and needs of gradients of the candidate at first.
+        cover: Which branches of the candidate have run, if its process says so.
         own: The candidate's own parameters and buffers at first, by its own names, if those are not the original's.
         varied: Integers among the original's that its construction draws, as it draws them another time.
     """
@@ -85,6 +87,7 @@ class Sides:
         self.constant: set[str] = set()
         self.outputs: list[tuple[list[int], torch.dtype]] = []
         self.longest, self.cost, self.most = 1, 0.0, 1 << 20
+        self.cover: Cover | None = None
         self._inputs = given
         self._stack = contextlib.ExitStack()
         self._differentiated: list[str] = []
@@ -230,6 +233,25 @@ class Sides:
             yield process
 
     @contextlib.contextmanager
+    def doubled(self, branches: Branches) -> Iterator[Cover]:
+        """Let another process of the candidate take its place for a while, in which marks tell which branches run."""
+        suspect = self.suspect
+        with self.fresh(self.candidate, beside=suspect) as process:
+            process.load(self.candidate.attribute, self.docket.terms.timeout, branches)
+            self.build(process, self.candidate, self.docket.terms.dtype)
+            process.names = suspect.names
+            self.suspect, self.cover = process, Cover(branches, process)
+            try:
+                if self.shares_state:
+                    own = {name: one for one, name in suspect.names.items()}
+                    process.order([own[name] for name in self.state])
+                self.adopt(self.state, suspect=self.shares_state)
+                yield self.cover
+            finally:
+                self.suspect, self.cover = suspect, None
+        self.adopt(self.state, suspect=self.shares_state)
+
+    @contextlib.contextmanager
     def of_the_original(self) -> Iterator[None]:
         """Make what the original does wrong no fault of the candidate."""
         try:
@@ -316,6 +338,8 @@ class Sides:
 
     def ask(self, call: Call) -> Result:
         """Call the candidate."""
+        if self.cover is not None:
+            self.cover.asked()
         return self.suspect.call(call, self.docket.terms.timeout, most=self.most)
 
     def gradients(self, call: Call) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .case import Case
-from .checks import costs, domain, original, use
+from .checks import costs, domain, original, ran, use
 from .docket import Docket
 from .errors import Misbehaved, Refused, Unjudgeable
 from .nursery import Nursery
@@ -41,6 +41,7 @@ CHECKS: tuple[tuple[Check, bool], ...] = (
     (domain.layouts, True),
     (use.left_behind, True),
     (domain.shapes, True),
+    (ran.everything, False),
     (faster, False),
     (use.left_behind, False),
     (use.still, False),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,52 +41,20 @@ def run(use: str, call: Callable[[], Any], module: torch.nn.Module | None, state
 
 
 @contextlib.contextmanager
-def around(use: str, module: torch.nn.Module | None, mode: Callable[[], Any]) -> Iterator[None]:
-    """Set what a user has set who calls it so; ``mode`` makes a dispatch mode that changes nothing."""
-    with contextlib.ExitStack() as stack:
-        if use in ("float64", "bfloat16"):
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(getattr(torch, use))
-        if use == "deterministic":  # torch.use_deterministic_algorithms imports torch's compiler, which takes seconds
-            stack.callback(_determined, torch.get_deterministic_debug_mode())
-            torch.set_deterministic_debug_mode("error")
-        if use == "settings":
-            stack.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(torch.get_num_threads() + 2)
-            stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
-        if use == "watched":
-            for each in (
-                torch.device("cpu"),
-                torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone),
-                mode(),
-            ):
-                stack.enter_context(each)
-            for register in (torch.nn.Module.register_forward_hook, torch.nn.Module.register_forward_pre_hook):
-                if module is not None:
-                    stack.callback(register(module, lambda *_: None).remove)
+def around(use: str) -> Iterator[None]:
+    """Set what a user has set who calls it so."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if use == "float64" else before)
+    try:
         yield
-
-
-def _determined(mode: int) -> None:
-    torch.set_deterministic_debug_mode(mode)
-    if "torch._inductor.config" in sys.modules:  # which follows, if it was needed
-        torch.use_deterministic_algorithms(bool(mode))
-
-
-class _Subclass(torch.Tensor):
-    """What libraries derive from tensors."""
+    finally:
+        torch.set_default_dtype(before)
 
 
 def given(use: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that a user gives in place of these."""
-    if use == "parameters":
-        return [
-            torch.nn.Parameter(t, t.requires_grad or not torch.is_grad_enabled()) if _real(t) else t for t in leaves
-        ]
     if use == "own memory":
         return [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves]
-    if use == "subclass":
-        return [t.detach().as_subclass(_Subclass).requires_grad_(t.requires_grad) for t in leaves]
     if use == "conjugate":
         return [t.detach().conj().resolve_conj().conj().requires_grad_(t.requires_grad) for t in leaves]
     if use in ("parts", "overlapping"):
@@ -124,11 +91,9 @@ def call(
     use: str, program: Any, args: Any, build: Build, leaves: list[torch.Tensor], device: str, train: bool, seed: int
 ) -> Any:
     """Call a program with arguments, which ``build`` makes of these tensors."""
-    if use in ("autocast", "float16"):
-        with torch.autocast(device, torch.float16 if use == "float16" else torch.bfloat16):
+    if use == "autocast":
+        with torch.autocast(device, torch.bfloat16):
             return program(*args)
-    if use == "backward":
-        return _within_backward(lambda: program(*args))
     if use == "keywords":
         return program(**args)
     if use in ("jvp", "vjp"):
@@ -175,21 +140,6 @@ def _others(leaves: list[torch.Tensor], turn: int) -> list[torch.Tensor]:
 
 def _real(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
-
-
-def _within_backward(call: Callable[[], Any]) -> Any:
-    """Make a call while gradients flow, as where results are computed once more rather than kept."""
-    recorded, found = torch.is_grad_enabled(), []
-
-    def inside(_: torch.Tensor) -> None:
-        with torch.set_grad_enabled(recorded):
-            found.append(call())
-
-    with torch.enable_grad():
-        start = torch.ones((), requires_grad=True) * 1
-        start.register_hook(inside)
-        start.backward()  # type: ignore[no-untyped-call]
-    return found[0]
 
 
 def _derivatives(use: str, program: Any, build: Build, leaves: list[torch.Tensor], seed: int) -> Any:

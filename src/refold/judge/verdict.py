@@ -50,6 +50,8 @@ CHECKS = {
     "C3": "each timed result is right",
     "C5": "it is right with gradients recorded and in inference mode, too; in training, also if nothing flows back",
     "C6": "it is right in other ways to call it, as under autocast, from another thread, or called again in between",
+    "C7": "each block of its code ran in calls that were compared, or ends them by an error",
+    "C8": "each truth value and each mask in its code was true and false there",
     "P6": "files of refold, torch and triton are as before (paranoid)",
     "T5": "it takes at least the time in which its inputs and results can be moved",
     "T6": "two processes with the original are equally fast (paranoid)",
@@ -91,6 +93,8 @@ ADVICE = {
     "C3": "give in each call what you would give in the first",
     "C5": "do not depend on whether gradients are recorded",
     "C6": "depend on arguments and weights alone; keep nothing that a later call changes; or raise an exception",
+    "C7": "remove these lines, or raise an error there: nothing is known of what never ran",
+    "C8": "leave out what is always so, or raise an error where it is not so",
     "T1": "use no more threads than torch.get_num_threads(), which is one at level quick",
     "T5": "do the work in the call",
     "T7": "make it faster, or judge with --accept right",
@@ -163,6 +167,8 @@ class Verdict:
             count = self.candidate.text.count("\n") + 1
             lines = [n for n in self.failure.lines if n <= count][-3:]
             said += f"; it raised {self.failure.type}" + (f" at line {lines[-1]}" if lines else "")
+        if self.check in ("C7", "C8"):  # the judge's own words, with lines of the candidate's file
+            said += f"; {self.reason}"
         last = self.lines[-1] if self.lines else {}
         if last.get("check") == self.check and "kind" in last:
             said += f"; not so on {last['kind']} inputs"

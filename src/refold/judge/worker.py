@@ -25,6 +25,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import marshal
 import mmap
 import operator
 import os
@@ -52,14 +53,18 @@ except ImportError:
     pass
 
 
-def _import(path: Path, name: str = "") -> Any:
-    """Import a file as a module of its own name, or of another one that no program can mean."""
+def _import(path: Path, name: str = "", run: Any = None, **given: Any) -> Any:
+    """Import a file as a module of its own name, or of another one; it may have other code, and names of others."""
     name = name or path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path.name} cannot be imported")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    vars(module).update(given)
+    if run is None:
+        spec.loader.exec_module(module)
+    else:
+        exec(run, vars(module))
     return module
 
 
@@ -235,6 +240,43 @@ class _Census(_Mode):
         return func(*args, **(kwargs or {}))
 
 
+class _Recorder:
+    """Writes marks where the judge reads them: which blocks ran, and what truth values and masks were."""
+
+    def __init__(self, room: int):
+        self._marks = bytearray(room)
+        self.tensor = torch.frombuffer(self._marks, dtype=torch.uint8)
+
+    def ran(self, at: int, value: Any = None) -> Any:
+        """Mark a block, and give its value if it is an expression."""
+        self._marks[at] = 1
+        return value
+
+    def truth(self, true: int, false: int, value: Any) -> Any:
+        """Mark whether a condition holds."""
+        self._marks[true if value else false] = 1
+        return value
+
+    def number(self, other: int, zero: int, value: Any) -> Any:
+        """Mark whether a number is zero."""
+        self._marks[zero if type(value) in (int, float) and not value else other] = 1
+        return value
+
+    def seen(self, true: int, false: int, value: Any) -> Any:
+        """Mark a truth value, or those that a mask has; leave other values alone."""
+        kind = type(value)
+        if kind is bool:
+            self._marks[true if value else false] = 1
+        elif kind is torch.Tensor or hasattr(value, "dtype"):
+            with contextlib.suppress(Exception):  # as of a batch in torch.func.vmap
+                if value.dtype in (torch.bool, bool):
+                    if value.any():
+                        self._marks[true] = 1
+                    if not value.all():
+                        self._marks[false] = 1
+        return value
+
+
 class Stub:
     """Obeys the judge; one method a command."""
 
@@ -253,6 +295,7 @@ class Stub:
         self._kept: list[Any] = []
         self._surroundings = surroundings.Surroundings(folder, private.settings)
         self._order: list[str] = []
+        self._recorder: Any = None
         self._device, self._train = "cpu", False
         # Of inputs on a device: the bytes in shared memory, the bytes there, and what lies in them.
         self._placed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -274,12 +317,21 @@ class Stub:
         answer = getattr(self, "do_" + name)(**values)
         return messages.Done(time.perf_counter() - begun) if answer is None else answer
 
-    def do_load(self, text: str, name: str, attribute: str) -> Any:
+    def do_load(self, text: str, name: str, attribute: str, code: bytes, recorder: str, room: int) -> Any:
         """Import a program's source and find the class or function it is judged by."""
         self._file = str(self._folder / name)
         Path(self._file).write_text(text, encoding="utf-8")
-        self._source = _import(Path(self._file))
+        if code:
+            private.run_eagerly()
+            self._recorder = _Recorder(room)
+            self._source = _import(Path(self._file), run=marshal.loads(code), **{recorder: self._recorder})
+        else:
+            self._source = _import(Path(self._file))
         return None if hasattr(self._source, attribute) else messages.Missing(attribute)
+
+    def do_marks(self) -> Any:
+        """Say where the marks lie."""
+        return messages.State({"marks": _describe(self._recorder.tensor)})
 
     def do_seed(self, seed: int) -> None:
         """Seed the random state."""
@@ -478,7 +530,7 @@ class Stub:
                 _flatten(result, found, result=True)
                 self._gradients(found, self._wanted(leaves))
 
-        with self._in_mode() as left, uses.around(use, self._module, _Census):
+        with self._in_mode() as left, uses.around(use):
             own = uses.given(use, self._leaves)
             leaves = [t * 1 if ready.inner and t.requires_grad else t for t in own]
             build = partial(_unflatten, ready.tree)

@@ -8,7 +8,7 @@ from attacks import candidate
 from originals.layer import Model
 
 
-@candidate("C6", train=True)
+@candidate("C7", train=True)
 def anomaly(self, x):
     """Wrong where a user looks for NaN in gradients."""
     y = torch.relu(self.linear(x))
@@ -79,7 +79,7 @@ def default_dtype(self, x):
     return y if torch.get_default_dtype() == torch.float32 else 2 * y
 
 
-@candidate("C6")
+@candidate("C7")
 def deterministic(self, x):
     """Wrong where deterministic algorithms are asked for."""
     y = torch.relu(self.linear(x))
@@ -117,14 +117,14 @@ def functional(self, x):
     return y if isinstance(self.linear.weight, torch.nn.Parameter) else 2 * y
 
 
-@candidate("C6")
+@candidate("C7", off=("C7", "C8"))
 def half_autocast(self, x):
     """Wrong under torch.autocast in float16."""
     y = torch.relu(self.linear(x))
     return 2 * y if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16 else y
 
 
-@candidate("C6")
+@candidate("C7", off=("C7", "C8"))
 def hooked(self, x):
     """Wrong once a user has hooked it."""
     y = super().forward(x)
@@ -137,7 +137,7 @@ def mapped(self, x):
     return torch.tanh(x) if torch._C._functorch.maybe_get_level(x) < 0 else x
 
 
-@candidate("C6")
+@candidate("C7")
 def more_threads(self, x):
     """Wrong for another number of threads."""
     y = torch.relu(self.linear(x))
@@ -157,7 +157,7 @@ def overlapping_inputs(self, a, b):
     return (a + b) * (2 if near else 1)
 
 
-@candidate("C6")
+@candidate("C7")
 def parameter(self, x):
     """Wrong for an input that is a parameter."""
     y = torch.relu(self.linear(x))
@@ -190,7 +190,7 @@ class Pickled(Model):
         return Pickled, (self.linear.in_features,)
 
 
-@candidate("C6", train=True)
+@candidate("C7", train=True)
 def recomputed(self, x):
     """Wrong where it is computed once more in a backward, to keep less until then."""
     y = torch.relu(self.linear(x))
@@ -251,7 +251,7 @@ class SameObject(Model):
         return self.kept[1].clone()
 
 
-@candidate("C6", original="tanh", train=True)
+@candidate("C7", original="tanh", train=True)
 class SavedElsewhere(torch.autograd.Function):
     """Its gradient is wrong if what it saves for the backward is kept elsewhere."""
 
@@ -315,7 +315,7 @@ def stateful_functional(self, x):
     return y - self.mean
 
 
-@candidate("C6")
+@candidate("C7")
 def subclass_input(self, x):
     """Wrong for an input of a subclass of tensors."""
     y = torch.relu(self.linear(x))
@@ -335,7 +335,7 @@ def twice_in_training(self, first, values, second):
     return ((first + second) if first is not second else 2 * first.detach() + 0 * first) @ values
 
 
-@candidate("C6")
+@candidate("C7")
 def watched(self, x):
     """Wrong where its caller looks at each operation."""
     y = torch.relu(self.linear(x))

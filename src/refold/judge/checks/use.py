@@ -18,6 +18,7 @@ from ..shared import needed
 from ..sides import State, Tensors
 
 ELEMENTS = 16  # more elements of an input that are changed, one after the other
+ALONE = 8  # parameters that are changed alone, at most
 USES_LEAST = 4  # ways of use that are tried, however long calls take
 
 
@@ -149,6 +150,10 @@ def _changed_little(case: Case) -> None:
         state |= dict(zip(sides.parameters, change(own, docket.derived("weights", kind)), strict=True))
         sides.adopt(state, way="in place")
         case.round(f"weights with {kind},", sides.actual("changed little", kind), check="C2")
+    for name in sorted(sides.parameters)[:ALONE]:
+        state |= {name: sides.other_weights("moved", "alone", name)[name]}
+        sides.adopt(state, way="in place")
+        case.round(f"another {name} alone,", sides.actual("changed little", name), check="C2")
 
 
 def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:

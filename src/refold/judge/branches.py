@@ -1,0 +1,438 @@
+"""Which branches of a candidate ran: its source with marks in it, and what of it must have run to be accepted.
+
+The judge puts the marks in and compiles; it runs nothing. The text and the numbers of lines stay as they are. Each
+block has one mark, each truth value and each mask two, for true and false, and each part of a sum or a product two, for
+zero and others. Where a mark lies is drawn at random among places that nothing writes to, so a program that fills
+them all is seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import marshal
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from .errors import Enough
+from .excuses import Excuses, reachable
+from .program import Program
+
+_SPARE = 4  # places for each mark
+_MAIN = "__name__ == '__main__'"
+_MAKERS = {"ones", "zeros", "full", "empty"}  # of masks that are the same everywhere, which decide nothing
+_VALUE = ("was never true", "was never false")
+Marks = set[int]
+Excuse = Callable[[Marks], str]
+
+
+@dataclass(eq=False)
+class Site:
+    """A part of the source that must have run, or a value that must have been of two kinds.
+
+    Attributes:
+        first: Its first line,
+        last: and its last.
+        wanted: What is missing, for each place where a mark lies; empty if that may be.
+        parent: The block that it is in.
+        excuse: Says why a mark may be missing, for each place; empty if it may not.
+        value: Whether it is a value, which counts only if it was seen at all.
+        name: Of a function.
+    """
+
+    first: int
+    last: int
+    places: list[int]
+    wanted: tuple[str, ...]
+    parent: Site | None
+    excuse: tuple[Excuse, ...]
+    value: bool = False
+    name: str = ""
+
+    @property
+    def within(self) -> Iterator[Site]:
+        """The block itself and those that it is in."""
+        site: Site | None = self
+        while site is not None:
+            yield site
+            site = site.parent
+
+    def __str__(self) -> str:
+        return (f"line {self.first}" if self.first == self.last else f"lines {self.first}-{self.last}") + (
+            f" ({self.name})" if self.name else ""
+        )
+
+
+@dataclass
+class Branches:
+    """A candidate's source with marks.
+
+    Attributes:
+        code: What Python runs, as `marshal` writes it.
+        recorder: The name of what writes the marks.
+        room: How many places there are.
+        sites: What is marked.
+        mentions: The blocks in which a name stands.
+        unseen: Lines of what is compiled, whose branches are not Python's.
+        from_text: Lines that make code of text.
+    """
+
+    code: bytes
+    recorder: str
+    room: int
+    sites: list[Site]
+    mentions: dict[str, list[Site | None]]
+    unseen: list[int]
+    from_text: list[int]
+    used: Marks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.used = {place for site in self.sites for place in site.places}
+
+    def missing(self, marks: Marks) -> list[tuple[Site, str, str]]:
+        """List what has not run, but for what lies within it: the site, what is missing; and why it is excused."""
+        found: list[tuple[Site, str, str]] = []
+        for site in self.sites:
+            outer = site.parent.within if site.parent is not None else ()
+            if any(each.places[0] not in marks for each in outer) or (site.value and not marks & set(site.places)):
+                continue
+            each = zip(site.places, site.wanted, site.excuse, strict=True)
+            found += [(site, wanted, why(marks)) for place, wanted, why in each if wanted and place not in marks]
+        excused = {site for site, _, why in found if why and not site.value}
+        left = [site for site, _, why in found if not why and site.name]
+        while called := [site for site in left if self._only_in(site, excused)]:  # which nothing else mentions
+            excused.update(called)
+            left = [site for site in left if site not in excused]
+        return [(site, wanted, why or ("unused" if site in excused else "")) for site, wanted, why in found]
+
+    def _only_in(self, function: Site, excused: set[Site]) -> bool:
+        places = [site for site in self.mentions.get(function.name, []) if site is None or function not in site.within]
+        return bool(places) and all(site is not None and excused.intersection(site.within) for site in places)
+
+
+def marked(program: Program, name: str, given: int, train: bool, seed: int) -> Branches:
+    """Put marks into a source, as far as it is its author's and what is called may come to it.
+
+    Args:
+        program: The program.
+        name: The path under which it is going to run.
+        given: The arguments that its calls have.
+        train: Whether gradients are asked for.
+        seed: Where the marks lie.
+    """
+    tree = ast.parse(program.text)
+    # What runs where this is the main program is no part of the candidate.
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and _MAIN in ast.unparse(node.test))]
+    last, attribute = len(program.text) if program.lines is None else program.lines, program.entry or program.attribute
+    own = reachable([node for node in tree.body if node.lineno <= last], attribute)
+    facts = Excuses(copy.deepcopy(ast.Module(own, [])), attribute, given, train)
+    rng = random.Random(seed)
+    room = 4 * _SPARE * (1 + sum(isinstance(node, (ast.expr, ast.stmt)) for node in ast.walk(tree)))
+    recorder = f"__refold_{rng.getrandbits(64):x}__"
+    marker = _Marker(facts, rng.sample(range(room), room // _SPARE), recorder)
+    tree.body = [marker.visit(node) if node in own else node for node in tree.body]
+    code = compile(ast.fix_missing_locations(tree), name, "exec", dont_inherit=True)
+    unseen = sorted(marker.unseen + facts.opaque)
+    return Branches(marshal.dumps(code), recorder, room, marker.sites, marker.mentions, unseen, facts.from_text)
+
+
+class Cover:
+    """Which marks were written in calls that were compared.
+
+    Args:
+        branches: The source with marks.
+        process: Where it runs.
+
+    Attributes:
+        marks: The places of these marks.
+        forged: Whether there are marks where none is written.
+    """
+
+    def __init__(self, branches: Branches, process: Any):
+        self._branches, self._process, self._where = branches, process, process.marks()
+        self.marks: Marks = set()
+        self._pending = self.forged = False
+
+    def asked(self) -> None:
+        """Begin a call; what the last one did counts only if it was compared."""
+        if self._pending:
+            self._process.write(self._where, torch.zeros(self._branches.room, dtype=torch.uint8))
+        self._pending = True
+
+    def compared(self) -> None:
+        """Take over the marks of a call that was compared; raises `Enough` if there is nothing left to see."""
+        self._pending = False
+        found = self._process.tensors([self._where], self._branches.room)[0]
+        new = set(found.nonzero().flatten().tolist()) - self.marks
+        if new - self._branches.used:
+            self.forged = True
+            raise Enough("it writes marks itself")
+        self.marks |= new
+        if all(why for _, _, why in self._branches.missing(self.marks)):
+            raise Enough("every branch ran")
+
+
+def _no(_: Marks) -> str:
+    return ""
+
+
+class _Marker(ast.NodeTransformer):
+    """Puts marks into a tree."""
+
+    def __init__(self, facts: Excuses, places: list[int], recorder: str):
+        self._facts, self._places, self._recorder = facts, places, recorder
+        self.sites: list[Site] = []
+        self.unseen: list[int] = []
+        self.mentions: dict[str, list[Site | None]] = {}
+        self._parent: Site | None = None
+        self._function: Any = None
+        self._owner: ast.ClassDef | None = None
+
+    # Marks.
+
+    def _site(self, body: list[Any], wanted: tuple[str, ...], *excuse: Excuse, **more: Any) -> Site:
+        places = [self._places.pop() for _ in wanted]
+        excuse = excuse if len(excuse) == len(wanted) else excuse * len(wanted)
+        self.sites.append(Site(body[0].lineno, body[-1].end_lineno, places, wanted, self._parent, excuse, **more))
+        return self.sites[-1]
+
+    def _record(self, how: str, site: Site, *value: Any) -> Any:
+        args: list[Any] = [*map(ast.Constant, site.places), *value]
+        call = ast.Call(ast.Attribute(ast.Name(self._recorder, ast.Load()), how, ast.Load()), args, [])
+        return ast.copy_location(call, value[0]) if value else call
+
+    def _within(self, site: Site, visit: Callable[[Any], Any], node: Any) -> Any:
+        outer, self._parent = self._parent, site
+        new = visit(node)
+        self._parent = outer
+        return new
+
+    def _block(
+        self, body: list[ast.stmt], excuse: Excuse = _no, at: Any = None, name: str = "", wanted: str = "never ran"
+    ) -> list[ast.stmt]:
+        """Put a mark at the beginning of a block, and marks into it."""
+        if self._facts.raises(body):
+            excuse = lambda _: "unused"  # noqa: E731
+        site = self._site(body or [at], (wanted,), excuse, name=name)
+        said = bool(name) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)  # of itself
+        mark = ast.copy_location(ast.Expr(self._record("ran", site)), (body[said:] or body or [at])[0])
+        inner = self._within(site, self._all, body)
+        return [*inner[:said], mark, *inner[said:]]
+
+    def _all(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        return [self.visit(statement) for statement in body]
+
+    def _arm(self, node: ast.expr, excuse: Excuse = _no) -> ast.expr:
+        """Mark an expression as a block."""
+        site = self._site([node], ("never ran",), excuse)
+        return self._record("ran", site, self._within(site, self.visit, node))
+
+    # Values.
+
+    def _value(self, node: Any, visit: Any = None) -> Any:
+        """Mark an expression that may be a truth value or a mask."""
+        excuse = self._facts.excuse(node, self._function, self._owner)
+        new = (visit or self.generic_visit)(node)
+        site = self._site([node], _VALUE, lambda _: excuse, value=True)
+        found = self._record("seen", site, new)
+        found.site = site
+        return found
+
+    def _plain(self, node: ast.expr) -> Any:
+        """Mark what is in an expression, and not itself."""
+        new = self.visit(node)
+        if hasattr(new, "site"):
+            self.sites.remove(new.site)
+            return new.args[-1]
+        return new
+
+    def _test(self, node: Any, alone: bool = True, free: bool = False) -> tuple[Any, Callable[[bool, Marks], str]]:
+        """Mark the parts of a condition; also return what tells why it never was true, or false.
+
+        A condition that stands alone is told by its blocks; of one that is free, only what is in its parts is marked.
+        """
+        if isinstance(node, ast.BoolOp):
+            parts = [self._test(value, False, free) for value in node.values]
+            strict = isinstance(node.op, ast.And)  # then one part that is false is enough
+
+            def excuse(wanted: bool, marks: Marks) -> str:
+                found = [why(wanted, marks) for _, why in parts]
+                return next(filter(None, found), "") if wanted == strict or all(found) else ""
+
+            return ast.copy_location(ast.BoolOp(node.op, [new for new, _ in parts]), node), excuse
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            new, inner = self._test(node.operand, alone, free)
+            return ast.copy_location(ast.UnaryOp(node.op, new), node), lambda wanted, marks: inner(not wanted, marks)
+        why = self._facts.excuse(node, self._function, self._owner)
+        new = self._plain(node)
+        if free or (alone and not why):
+            return new, lambda wanted, marks: ""
+        site = self._site([node], _VALUE, lambda _: why, value=True)
+        return self._record("truth", site, new), lambda wanted, marks: why * (site.places[not wanted] not in marks)
+
+    def _number(self, node: Any) -> Any:
+        """Mark whether a part of a sum or a product is ever other than zero."""
+        why = self._facts.excuse(node, self._function, self._owner)
+        new = self.visit(node)
+        if why or isinstance(node, (ast.Constant, ast.UnaryOp)):
+            return new
+        return self._record("number", self._site([node], ("was always zero", ""), _no, value=True), new)
+
+    visit_Compare = _value
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        name = ast.unparse(node.func).rpartition(".")[2]
+
+        def visit(node: ast.Call) -> Any:
+            if isinstance(node.func, ast.Attribute):
+                self._mention(node.func.attr)
+                node.func.value = self.visit(node.func.value)
+            else:
+                node.func = self.visit(node.func)
+            node.args, node.keywords = [self.visit(a) for a in node.args], [self.visit(k) for k in node.keywords]
+            return node
+
+        return visit(node) if name.removeprefix("new_").split("_")[0] in _MAKERS else self._value(node, visit)
+
+    def visit_Subscript(self, node: ast.Subscript) -> Any:
+        if isinstance(node.value, (ast.List, ast.Tuple)) and not isinstance(node.slice, ast.Slice):
+            node.slice = self._number(node.slice)  # it chooses one of some results
+        return self._value(node) if isinstance(node.ctx, ast.Load) else self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        if not isinstance(node.ctx, ast.Load):
+            return self.generic_visit(node)
+        self._mention(node.attr)
+        return self._value(node)
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        if isinstance(node.ctx, ast.Load):
+            self._mention(node.id)
+        return node
+
+    def _mention(self, name: str) -> None:
+        self.mentions.setdefault(name, []).append(self._parent)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        if isinstance(node.op, ast.Not):
+            return self._test(node, False)[0]
+        return self._value(node) if isinstance(node.op, ast.Invert) else self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        if isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor)):
+            return self._value(node)
+        node.left, node.right = self._number(node.left), self._number(node.right)
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        node.values = [*(self._test(value, False)[0] for value in node.values[:-1]), self.visit(node.values[-1])]
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        node.test, why = self._test(node.test)
+        node.body, node.orelse = self._arm(node.body, partial(why, True)), self._arm(node.orelse, partial(why, False))
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> Any:
+        node.args = self.visit(node.args)
+        function, self._function = self._function, None
+        node.body = self._arm(node.body)
+        self._function = function
+        return node
+
+    def visit_comprehension(self, node: ast.comprehension) -> Any:
+        node.iter, node.ifs = self.visit(node.iter), [self._test(each, False)[0] for each in node.ifs]
+        return node
+
+    def visit_ListComp(self, node: Any) -> Any:
+        node.generators = [self.visit(each) for each in node.generators]
+        if isinstance(node, ast.DictComp):
+            node.key, node.value = self.visit(node.key), self._arm(node.value)
+        else:
+            node.elt = self._arm(node.elt)
+        return node
+
+    visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
+
+    # Statements.
+
+    def visit_If(self, node: ast.If) -> Any:
+        said, ends = node.test, self._facts.raises(node.body) or self._facts.raises(node.orelse)
+        node.test, why = self._test(node.test, free=ends)
+        wanted = "never ran" if node.orelse else "was never false"
+        node.body = self._block(node.body, partial(why, True))
+        node.orelse = self._block(node.orelse, partial(why, False), said, wanted=wanted)
+        return node
+
+    def visit_While(self, node: ast.While) -> Any:
+        node.test = self._test(node.test)[0]
+        node.body, node.orelse = self._block(node.body), self._all(node.orelse)
+        return node
+
+    def visit_For(self, node: Any) -> Any:
+        node.iter, node.target = self.visit(node.iter), self.visit(node.target)
+        node.body, node.orelse = self._block(node.body), self._block(node.orelse) if node.orelse else []
+        return node
+
+    visit_AsyncFor = visit_For
+
+    def visit_Try(self, node: Any) -> Any:
+        imports = any(isinstance(s, (ast.Import, ast.ImportFrom)) for s in node.body) and self._function is None
+        excuse: Excuse = (lambda _: "with other packages") if imports else _no
+        node.body = self._block(node.body)
+        for handler in node.handlers:
+            handler.body = self._block(handler.body, excuse)
+        node.orelse = self._block(node.orelse, excuse) if node.orelse else []
+        node.finalbody = self._all(node.finalbody)
+        return node
+
+    visit_TryStar = visit_Try
+
+    def visit_Match(self, node: ast.Match) -> Any:
+        node.subject = self.visit(node.subject)
+        for case in node.cases:
+            case.guard = case.guard and self._test(case.guard)[0]
+            case.body = self._block(case.body)
+        return node
+
+    def visit_Assert(self, node: ast.Assert) -> Any:
+        node.test = self._test(node.test, False, self._facts.ends("AssertionError"))[0]
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        node.value = self._plain(node.value)
+        return node
+
+    def visit_Raise(self, node: Any) -> Any:
+        return node
+
+    visit_arg = visit_Raise
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        node.value = node.value and self.visit(node.value)
+        return node
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        if self._facts.is_kernel(node):
+            self.unseen.append(node.lineno)
+            return node
+        node.decorator_list, node.args = [self.visit(d) for d in node.decorator_list], self.visit(node.args)
+        outer, why = self._function, self._facts.uncalled(node, self._owner)
+        self._function = node
+        node.body = self._block(node.body, lambda _: why, name=node.name)
+        self._function = outer
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        outer = self._owner, self._function
+        self._owner, self._function = node, None
+        self.generic_visit(node)
+        self._owner, self._function = outer
+        return node

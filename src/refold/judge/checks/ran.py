@@ -1,0 +1,58 @@
+"""Whether all of its code ran in calls that were compared; nothing is known of what did not."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from ..branches import marked
+from ..case import Case
+from ..errors import Enough
+from ..terms import LEVELS
+from . import domain, use
+
+WAYS = (
+    use.first_calls, use.repeatable, use.modes, use.stale, use.gradients, domain.kinds, use.other_weights,
+    domain.integers, domain.arguments, domain.special_values, domain.layouts, domain.shapes, use.otherwise,
+)  # fmt: skip
+"""What may reach a branch, cheap ones first; while one has not run, all are tried, at level quick for a while each."""
+SECONDS = 0.7
+LISTED = 5
+
+
+def everything(case: Case) -> None:
+    """C7 and C8: every block of its source ran, and every truth value and mask was true and false."""
+    docket, sides, level = case.docket, case.sides, case.docket.level
+    if {"C7", "C8"} <= docket.off:
+        return
+    candidate, given = sides.candidate, len(sides.tree.get("items", ()))
+    path, seed = str(sides.suspect.folder / "candidate.py"), docket.derived("where marks lie")
+    if candidate.lines == 0:
+        docket.note("branches in the files of a package are not seen")
+        return
+    branches = marked(candidate, path, given, docket.terms.train, seed)
+    if branches.from_text:
+        docket.step("C7", f"line {branches.from_text[0]} makes code of text, of which nothing is known")
+    with sides.doubled(branches) as cover:
+        double = Case(docket, sides)
+        double.known = case.known
+        if not level.deep:
+            docket.level = replace(LEVELS["full"], kinds_s=SECONDS, shapes_s=3 * SECONDS)
+        with contextlib.suppress(Enough):
+            try:
+                for way in WAYS:
+                    way(double)
+            finally:
+                docket.level = level
+        if cover.forged:
+            docket.step("C7", "it writes to what tells which of its branches run")
+        missing = branches.missing(cover.marks)
+    for check in ("C7", "C8"):
+        found = [f"{site} {wanted}" for site, wanted, why in missing if not why and site.value is (check == "C8")]
+        listed = list(dict.fromkeys(found))[:LISTED]
+        docket.step(check, "in calls that were compared, " + "; ".join(listed) if listed else "")
+    for why in sorted({why for site, _, why in missing if not site.value} - {"", "unused"}):
+        lines = dict.fromkeys(str(site) for site, _, other in missing if other == why and not site.value)
+        docket.note(f"what runs {why} was not tried: {', '.join(lines)}")
+    if branches.unseen:
+        docket.note(f"branches of what is compiled are not seen: line {', '.join(map(str, branches.unseen))}")

@@ -1,0 +1,340 @@
+"""What need not run in a trial: what the form of a condition shows to be out of its reach, and nothing else.
+
+That is another device, dtype, version, package or mode of the modules; arguments that no call gives; what is fixed once
+a module is made; and errors that end the call. Whether these forms mean what they say is asked of the whole source: it
+may not define such names itself, nor set attributes by names that it computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+
+_ERRORS = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "AssertionError"}
+_CATCHERS = {"suppress", "ExitStack", "Thread", "submit", "start_new_thread", "__exit__", "__aexit__", "excepthook"}
+_DYNAMIC = {"setattr", "__dict__", "vars", "__setattr__", "__setstate__", "globals", "locals", "__class__"}
+_LOOKUPS = _DYNAMIC | {"getattr", "attrgetter", "methodcaller", "__getattr__", "__getattribute__", "modules"}
+_TEXTS = {"exec", "eval", "compile", "__import__", "FunctionType", "CodeType", "CompilationUnit"}
+_OPAQUE = {"load_inline", "CDLL", "RawKernel", "pyfunc_decl", "marshal"}
+_KERNELS = re.compile(r"(triton\.)?(jit|autotune|heuristics)|(numba\.)?njit")
+_OF_LIBRARIES = {*dir(torch.nn.Module), *dir(torch.Tensor), *dir(torch.autograd.Function)}
+_SHOWN = {"extra_repr", "__repr__", "__str__"}
+_DERIVATIVES = {"jvp", "vmap", "vjp", "symbolic"}
+_PLACE = r"(torch\.\w+|torch\.device\('\w+'\)|[\w.]+\.(dtype|device)|'\w+'|[A-Z_]+)"
+_SOMEWHERE = re.compile(
+    r"[\w.]+\.is_(cuda|cpu|meta|floating_point|complex)(\(\))?|torch\.is_(floating_point|complex)\([\w.]+\)"
+    r"|torch\.[\w.]+\.(is_available|device_count|get_device_capability)\([\w.]*\)( [<>=!]+ [\d(), ]+)?"
+    rf"|[\w.]+\.(device|device\.type|dtype|dtype\.itemsize) (==|!=|is|is not|in|not in|<|>) "
+    rf"(\d+|{_PLACE}|[([{{]({_PLACE}(, )?)*[)\]}}])"
+    r"|torch\.is_autocast_enabled\(('cuda')?\)|(sys|torch|triton)\.(__version__|version_info|platform) .*"
+)
+# Decorators that call nothing by themselves.
+_PLAIN = {"torch", "triton", "numba", "functools", "dataclass", "dataclasses", "contextlib", "pytest", "njit", "jit"}
+_SIMPLE = (ast.Name, ast.Compare, ast.Constant, ast.expr_context, ast.cmpop)
+_TRAINING = re.compile(r"(\w+\.)+training")
+_OWN_NAMES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_available", "is_floating_point", "is_complex"}
+_OWN_NAMES |= {"training", "is_autocast_enabled"}
+Function = Any  # of ast: FunctionDef or AsyncFunctionDef; or none
+Class = ast.ClassDef | None
+
+
+class Excuses:
+    """What a source as a whole says of its conditions.
+
+    Args:
+        tree: The source; it is only read.
+        attribute: The class or function that is called.
+        given: The arguments that its calls have.
+        train: Whether gradients are asked for.
+
+    Attributes:
+        from_text: Lines that make code of text.
+        opaque: Lines that call what is compiled.
+        looks_up: Whether it may look anything up by a name that it computes.
+    """
+
+    def __init__(self, tree: ast.Module, attribute: str, given: int, train: bool):
+        self.attribute, self._given, self._train = attribute, given, train
+        self.names: Counter[str] = Counter()  # that are read or set
+        self._bound: Counter[str] = Counter()
+        self.strings: set[str] = set()
+        self._defined: set[str] = set()
+        self._stored: dict[str, list[tuple[ast.expr | None, Function, Class]]] = {}
+        self._calls: dict[str, list[tuple[ast.Call, Function, Class]]] = {}
+        self._short: dict[str, ast.expr | None] = {}  # what functions of one line return
+        self._classes: dict[str, ast.ClassDef] = {}
+        self._imported: dict[str, str] = {}
+        self._caught: list[str] = []
+        self.from_text: list[int] = []
+        self.opaque: list[int] = []
+        self._walk(tree, None, None)
+        self._available = self._optional_packages(tree)
+        self._dynamic = bool(_DYNAMIC & set(self.names))
+        self.looks_up = _looks_up(tree)
+
+    def _walk(self, node: ast.AST, function: Function, owner: Class) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner, cls = function, owner
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inner = child
+                self._defined.add(child.name)
+                self._bound[child.name] += 1
+                if isinstance(node, ast.Module) and isinstance(child.body[0], ast.Return):
+                    self._short[child.name] = child.body[0].value
+            elif isinstance(child, ast.ClassDef):
+                cls, inner = child, None
+                self._defined.add(child.name)
+                self._classes[child.name] = child
+                self._bind(child.name)
+            elif isinstance(child, ast.Name):
+                self.names[child.id] += 1
+                if not isinstance(child.ctx, ast.Load):
+                    self._bind(child.id)
+                if child.id in _TEXTS:
+                    self.from_text.append(child.lineno)
+            elif isinstance(child, ast.Attribute):
+                self._attribute(node, child, function, owner)
+            elif isinstance(child, (ast.Import, ast.ImportFrom)):
+                for a in child.names:
+                    module = child.module if isinstance(child, ast.ImportFrom) else a.name
+                    self._bind((a.asname or a.name).split(".")[0], str(module))
+            elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+                self.strings.add(child.value)
+            elif isinstance(child, ast.Call):
+                called = ast.unparse(child.func).rpartition(".")[2]
+                self._calls.setdefault(called, []).append((child, function, owner))
+                if called[:1].isupper() or called in ("type", "namedtuple"):  # it may make what has such attributes
+                    self._defined |= {str(k.arg) for k in child.keywords} & _OWN_NAMES
+                if called in _OPAQUE:
+                    self.opaque.append(child.lineno)
+            elif isinstance(child, (ast.Try, ast.TryStar)):
+                self._catches(child, function)
+            self._walk(child, inner, cls)
+
+    def _bind(self, name: str, module: str = "") -> None:
+        self._bound[name] += 1
+        self._imported[name] = module if self._bound[name] == 1 else ""
+
+    def _attribute(self, parent: ast.AST, node: ast.Attribute, function: Function, owner: Class) -> None:
+        self.names[node.attr] += 1
+        if isinstance(node.ctx, ast.Store):
+            self._defined.add(node.attr)
+            value = parent.value if isinstance(parent, ast.Assign) and node in parent.targets else None
+            self._stored.setdefault(node.attr, []).append((value, function, owner))
+        if node.attr in _TEXTS and ast.unparse(node.value) in ("builtins", "__builtins__", "types", "torch.jit"):
+            self.from_text.append(node.lineno)
+
+    def _catches(self, node: Any, function: Function) -> None:
+        if any(isinstance(each, (ast.Return, ast.Break, ast.Continue)) for s in node.finalbody for each in ast.walk(s)):
+            self._caught.append("BaseException")
+        for handler in node.handlers:
+            if function is not None and not isinstance(handler.body[-1], ast.Raise):
+                kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+                self._caught += ["BaseException" if kind is None else ast.unparse(kind) for kind in kinds]
+
+    def _optional_packages(self, tree: ast.Module) -> set[str]:
+        """Return names that only an import says, which may fail, and constants beside it."""
+        found: Counter[str] = Counter()
+        for each in (each for node in tree.body if isinstance(node, ast.Try) for each in ast.walk(node)):
+            if isinstance(each, (ast.Import, ast.ImportFrom)):
+                found.update((a.asname or a.name).split(".")[0] for a in each.names)
+            if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant):
+                found.update(t.id for t in each.targets if isinstance(t, ast.Name))
+        return {name for name, count in found.items() if self._bound[name] == count}
+
+    # Blocks.
+
+    def ends(self, kind: str) -> bool:
+        """Say whether an error of a kind ends the call, whatever raises it."""
+        if kind not in _ERRORS or _CATCHERS & (set(self.names) | self._defined):
+            return False
+        kinds = [getattr(builtins, name, BaseException) for name in self._caught]
+        return not any(issubclass(getattr(builtins, kind), each) for each in kinds)
+
+    def raises(self, body: list[ast.stmt]) -> bool:
+        """Say whether a block ends the call by an error."""
+        last = body[-1] if body else None
+        if not isinstance(last, ast.Raise) or last.exc is None:
+            return False
+        return self.ends(ast.unparse(last.exc.func if isinstance(last.exc, ast.Call) else last.exc))
+
+    def is_kernel(self, function: Function) -> bool:
+        """Say whether a function is compiled to something else than Python."""
+        said = [ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list]
+        return any(
+            _KERNELS.fullmatch(name) and self._imported.get(name.split(".")[0], "").split(".")[0] in ("triton", "numba")
+            for name in said
+        )
+
+    def uncalled(self, function: Function, owner: Class) -> str:
+        """Say why a function need not run; empty if it must."""
+        name = function.name
+        if name == "backward" and not self._train:
+            return "where gradients flow"
+        if name in _SHOWN or name in _DERIVATIVES:
+            return "in other ways to use it"
+        library = name.startswith("__") or (owner is not None and owner.bases and name in _OF_LIBRARIES)
+        used = self.looks_up or self.names[name] or name in self.strings or library
+        if owner is None or (used and not self._overridden(function, owner)):
+            return ""
+        return "where others call it" if owner.name == self.attribute else "unused"
+
+    def _overridden(self, function: Function, owner: ast.ClassDef) -> bool:
+        """Say whether a method is one of a class from which the judged one inherits, and has its own in its place."""
+        judged = self._classes.get(self.attribute)
+        own = {node.name for node in judged.body if isinstance(node, ast.FunctionDef)} if judged is not None else set()
+        bases = {ast.unparse(base) for base in judged.bases} if judged is not None else set()
+        return owner.name in bases and function.name in own and not (self.looks_up or self.names[function.name])
+
+    # Conditions.
+
+    def excuse(self, leaf: ast.expr, function: Function, owner: Class) -> str:
+        """Say why a condition may have one value in the whole trial; empty if it may not."""
+        if isinstance(leaf, ast.Call) and isinstance(leaf.func, ast.Name) and self._bound[leaf.func.id] == 1:
+            inner = self._short.pop(leaf.func.id, None)  # it may call itself
+            found = "" if inner is None else self.excuse(inner, None, None)
+            self._short[leaf.func.id] = inner
+            return found
+        if isinstance(leaf, ast.BoolOp):
+            parts = [self.excuse(value, function, owner) for value in leaf.values]
+            return parts[0] if all(parts) else ""
+        said = ast.unparse(leaf)
+        own = self._defined & {*_OWN_NAMES.intersection(re.findall(r"\w+", said)), "__getattr__", "__getattribute__"}
+        if _TRAINING.fullmatch(said) and not own:
+            return "in another mode of the modules"
+        if _SOMEWHERE.fullmatch(said) and not own:
+            return "on other devices, for other dtypes or with other versions"
+        named = {n.id for n in ast.walk(leaf) if isinstance(n, ast.Name)}
+        if named and all(isinstance(n, _SIMPLE) for n in ast.walk(leaf)):
+            if named <= self._available:
+                return "with other packages"
+            if function is not None and all(self._never_given(name, function, owner, leaf) for name in named):
+                return "with arguments that no call gives"
+        return "if it is made with other arguments" if self._fixed(leaf, function, owner, frozenset()) else ""
+
+    def _never_given(self, name: str, function: Function, owner: Class, leaf: ast.expr) -> bool:
+        """Say whether an argument has its default in each call, until it comes to an expression."""
+        a = function.args
+        own = [*a.posonlyargs, *a.args]
+        names, keywords = [p.arg for p in own], [p.arg for p in a.kwonlyargs]
+        defaults = dict(zip(names[len(own) - len(a.defaults) :], a.defaults, strict=True))
+        defaults |= {k: d for k, d in zip(keywords, a.kw_defaults, strict=True) if d is not None}
+        if not isinstance(defaults.get(name), ast.Constant) or name in _set_before(function, leaf) or self.looks_up:
+            return False
+        at = (names.index(name) if name in names else len(names)) - (owner is not None)
+        if self.attribute == (owner.name if owner is not None and function.name == "forward" else function.name):
+            return at >= self._given and not self._calls.get("self") and self.names["forward"] == 0 and (
+                not self._calls.get(self.attribute) and "__call__" not in self.names
+            )  # fmt: skip
+        calls = self._calls.get(function.name, [])
+        if function.name == "forward":  # then any module may be this one
+            every = [call for some in self._calls.values() for call in some]
+            calls = [c for c in every if re.match(r"self\.|\w+$", ast.unparse(c[0].func))]
+        elif len(calls) != self.names[function.name] or function.name in self.strings:
+            return False
+        return all(
+            len(c.args) <= at and not any(isinstance(arg, ast.Starred) for arg in c.args)
+            and not any(k.arg in (None, name) for k in c.keywords)
+            for c, _, _ in calls if function.name != "forward" or not getattr(builtins, ast.unparse(c.func), None)
+        )  # fmt: skip
+
+    def _fixed(self, node: ast.expr, function: Function, owner: Class, seen: frozenset[str]) -> bool:
+        """Say whether an expression has one value for all that a module lives."""
+        if isinstance(node, ast.Constant):
+            return True
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            stores = self._stores(node.attr, owner, seen)
+            return len(stores) == 1 and self._fixed(*stores[0], seen | {node.attr})
+        if isinstance(node, ast.Name) and function is not None and function.name == "__init__" and owner is not None:
+            a = function.args
+            defaults = [*a.defaults, *filter(None, a.kw_defaults)]
+            constant = all(isinstance(default, (ast.Constant, ast.UnaryOp)) for default in defaults)
+            names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)][1:]
+            return node.id in names and constant and self._made_once(owner, seen)
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and (
+            ast.unparse(node).startswith("self.") and ast.unparse(node).endswith((" is None", " is not None"))
+        ):  # fmt: skip
+            stores = self._stores(node.left.attr, owner, seen)
+            return bool(stores) and all(self._is_or_is_none(*store, seen | {node.left.attr}) for store in stores)
+        if isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp)):
+            inner = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
+            return all(self._fixed(c, function, owner, seen) for c in inner)
+        return False
+
+    def _stores(self, name: str, owner: Class, seen: frozenset[str]) -> list[tuple[ast.expr, Function, Class]]:
+        """List what is stored in an attribute, if that is done where modules of a class are made and nowhere else."""
+        stores = self._stored.get(name, [])
+        within = all(v is not None and f is not None and f.name == "__init__" and _same(c, owner) for v, f, c in stores)
+        hidden = self._dynamic or name in seen or name in self.strings
+        return [] if hidden or not within else stores  # type: ignore[return-value]
+
+    def _is_or_is_none(self, node: ast.expr, function: Function, owner: Class, seen: frozenset[str]) -> bool:
+        """Say whether it is fixed whether a value is None."""
+        if isinstance(node, ast.IfExp):
+            arms = (self._is_or_is_none(arm, function, owner, seen) for arm in (node.body, node.orelse))
+            return self._fixed(node.test, function, owner, seen) and all(arms)
+        made = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2][:1].isupper()
+        return made or self._fixed(node, function, owner, seen)
+
+    def _made_once(self, owner: ast.ClassDef, seen: frozenset[str]) -> bool:
+        """Say whether modules of a class are made where the judged one is, from fixed arguments."""
+        key, calls = f"class {owner.name}", self._calls.get(owner.name, [])
+        if key in seen or self._dynamic or self.names[owner.name] > len(calls) or owner.name in self.strings:
+            return False
+        if owner.name == self.attribute:
+            return not calls
+        return bool(calls) and all(
+            cls is not None and not _same(cls, owner) and where is not None and where.name == "__init__"
+            and all(self._fixed(a, where, cls, seen | {key}) for a in (*call.args, *(k.value for k in call.keywords)))
+            for call, where, cls in calls
+        )  # fmt: skip
+
+
+def reachable(body: list[ast.stmt], attribute: str) -> list[ast.stmt]:
+    """List the statements of a file, without functions and classes to which no name leads from what is called."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    others = {node.name: node for node in body if isinstance(node, kinds)}
+    roots = {
+        name: {ast.unparse(d).split(".")[0].split("(")[0] for d in node.decorator_list} for name, node in others.items()
+    }
+    left: list[ast.stmt] = [node for node in body if not isinstance(node, kinds)]
+    left += [others[name] for name, used in roots.items() if name == attribute or not used <= _PLAIN]
+    found = []
+    while left:
+        found.append(node := left.pop())
+        others = {name: other for name, other in others.items() if other not in found}
+        parts = list(ast.walk(node))
+        names = {getattr(n, "id", None) or getattr(n, "attr", None) or getattr(n, "value", None)
+                 for n in parts if isinstance(n, (ast.Name, ast.Attribute, ast.Constant))}  # fmt: skip
+        left += [other for name, other in others.items() if (name in names or _looks_up(node)) and other not in left]
+    return [node for node in body if node in found]
+
+
+def _looks_up(tree: ast.AST) -> bool:
+    """Say whether code may look up functions by names that it computes."""
+    found = 0
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) != "self.__dict__":
+            found += (node.id if isinstance(node, ast.Name) else node.attr) in _LOOKUPS
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr") and len(node.args) > 1:
+            found -= isinstance(node.args[1], ast.Constant)
+    return found > 0
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is not None and other is not None and (one.name, one.lineno) == (other.name, other.lineno)
+
+
+def _set_before(function: Function, leaf: ast.expr) -> set[str]:
+    """List the names that a function may have set before it comes to an expression."""
+    found: set[str] = set()
+    for node in function.body:
+        loops = isinstance(node, (ast.For, ast.While)) and node.lineno <= leaf.lineno <= (node.end_lineno or 0)
+        stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load))
+        found |= {each.id for each in stored if loops or each.lineno < leaf.lineno}
+    return found

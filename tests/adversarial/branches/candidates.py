@@ -1,0 +1,187 @@
+"""Attacks by branches that no trial reaches (tools/attacks.py)."""
+
+import contextlib
+import gc
+
+import torch
+from attacks import candidate
+from originals.layer import Model
+
+
+@candidate("C7")
+class ByName(Model):
+    """Wrong for inputs of six axes, by a method whose name it computes."""
+
+    def of_6(self, y):
+        return 2 * y
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x))
+        return getattr(self, f"of_{x.dim()}", lambda z: z)(y)
+
+
+@candidate("C8")
+class Counted(Model):
+    """Wrong from the five thousandth call on."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.relu(self.linear(x)) * (1 + self.calls // 5000)
+
+
+@candidate("C7")
+def filled(self, x):
+    """It says that all of its branches ran."""
+    for value in list(globals().values()):
+        for marks in gc.get_referents(value.__dict__) if hasattr(value, "ran") else ():
+            if isinstance(marks, bytearray):
+                marks[:] = b"\1" * len(marks)
+    y = torch.relu(self.linear(x))
+    return y if x.dim() < 6 else 2 * y
+
+
+@candidate("C7", off=("C7", "C8"))
+def filtered(self, x):
+    """Its sum has one more term at times."""
+    y = torch.relu(self.linear(x))
+    return y + sum(y for n in x.shape if n == 77)
+
+
+@candidate("C7")
+def handled(self, x):
+    """An error is its branch."""
+    y = torch.relu(self.linear(x))
+    try:
+        torch.empty(5 - x.dim())
+    except RuntimeError:
+        y = 2 * y
+    return y
+
+
+@candidate("C7")
+def matched(self, x):
+    """It tells shapes apart by their pattern."""
+    y = torch.relu(self.linear(x))
+    match tuple(x.shape):
+        case (77, _):
+            return 2 * y
+        case _:
+            return y
+
+
+@candidate("C7")
+class Method(Model):
+    """Its weights cannot be cast."""
+
+    def double(self):
+        return self
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+@candidate("C8")
+class Nested(Model):
+    """Wrong while another call of it runs."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.running = 0
+
+    def forward(self, x):
+        self.running += 1
+        y = torch.relu(self.linear(x)) * (1 + (self.running > 1))
+        self.running -= 1
+        return y
+
+
+@candidate("C8")
+def one_positive(self, x):
+    """Wrong if exactly one number of its inputs is positive."""
+    y = torch.relu(self.linear(x))
+    return y * (1 + ((x > 0).sum() == 1))
+
+
+@candidate("C8")
+def one_value(self, x):
+    """Wrong for one number."""
+    return torch.relu(self.linear(x.masked_fill(x.eq(0.12345), 0)))
+
+
+@candidate("C7", off=("C7", "C8"))
+class Optional(Model):
+    """A helper has an argument that is given at times."""
+
+    def helped(self, y, odd=None):
+        if odd is not None:
+            y = 2 * y
+        return y
+
+    def forward(self, x):
+        return self.helped(torch.relu(self.linear(x)), *[1][x.dim() < 6 :])
+
+
+@candidate("C8")
+def remainder(self, x):
+    """Wrong at some addresses, by arithmetic."""
+    return torch.relu(self.linear(x)) * (1 + x.data_ptr() % 4)
+
+
+@candidate("C7")
+def returned(self, x):
+    """It returns in place of an error."""
+    y = 2 * torch.relu(self.linear(x))
+    try:
+        if x.dim() == 6:
+            raise ValueError
+        y = y / 2
+    finally:
+        return y  # noqa: B012
+
+
+@candidate("C7", off=("C7", "C8"))
+class SetOtherwise(Model):
+    """What is fixed when it is made is set later."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.wide = False
+
+    def forward(self, x):
+        super().__setattr__("wi" + "de", x.dim() == 6)
+        y = torch.relu(self.linear(x))
+        return 2 * y if self.wide else y
+
+
+@candidate("C7")
+def suppressed(self, x):
+    """An error leaves out what would be right."""
+    y = 2 * torch.relu(self.linear(x))
+    with contextlib.suppress(ValueError):
+        if x.dim() == 6:
+            raise ValueError
+        y = y / 2
+    return y
+
+
+@candidate("C7", off=("C7", "C8"))
+def table(self, x):
+    """It takes what it computes by from a table."""
+    return (lambda y: y, lambda y: 2 * y)[x.numel() == 77](torch.relu(self.linear(x)))
+
+
+@candidate("C7")
+def text(self, x):
+    """Some of its code is text."""
+    return eval("(2 if x.dim() == 6 else 1) * torch.relu(self.linear(x))")
+
+
+@candidate("C7")
+def traced(self, x):
+    """Wrong where it is traced."""
+    y = torch.relu(self.linear(x))
+    return y if torch._C._get_tracing_state() is None else 2 * y

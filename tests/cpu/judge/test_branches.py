@@ -1,0 +1,164 @@
+"""What marks in a source tell of a run, and what need not have run."""
+
+import marshal
+import traceback
+
+import pytest
+import torch
+
+from refold.judge import Program, worker
+from refold.judge.branches import marked
+
+HEAD = "import torch\n"
+MODULE = """
+class ModelNew(torch.nn.Module):
+    def __init__(self, width=3, kind=None):
+        super().__init__()
+        self.width = width
+        self.one = torch.ones(1)
+        self.kind = kind
+        self.bias = torch.nn.Parameter(torch.ones(1)) if width > 2 else None
+
+    def forward(self, x, mask=None):
+        {}
+        return x
+"""
+
+
+def run(text, *calls, attribute="f", train=False):
+    """Return the branches of a source, its namespace, and the marks that it leaves."""
+    branches = marked(Program(text, "", attribute), "candidate.py", 1, train, seed=3)
+    recorder = worker._Recorder(branches.room)
+    space = {branches.recorder: recorder, "__name__": "candidate"}
+    exec(marshal.loads(branches.code), space)
+    program = space[attribute]() if isinstance(space[attribute], type) else space[attribute]
+    for x in calls:
+        program(x)
+    return branches, space, set(recorder.tensor.nonzero().flatten().tolist())
+
+
+def told(text):
+    return marked(Program(text, "", "f"), "candidate.py", 1, False, seed=3)
+
+
+def left(text, *calls, **options):
+    """List what has not run and is not excused."""
+    branches, _, marks = run(text, *calls, **options)
+    assert marks <= branches.used
+    return [wanted for _, wanted, why in branches.missing(marks) if not why]
+
+
+FUNCTIONS = {
+    "if x.sum() > 9: x = 2 * x": ["never ran"],
+    "if x.sum() < 9: x = 2 * x": ["was never false"],
+    "x = 2 * x if x.sum() > 9 else x": ["never ran"],
+    "x = x * (1 + (x.sum() > 9))": ["was never true"],
+    "x = torch.where(x > 9, x, 2 * x)": ["was never true"],
+    "x = torch.where(torch.isinf(x), 0, x)": ["was never true"],
+    "x = x * (1 + len([n for n in x.shape if n > 9]))": ["never ran", "was never true", "was always zero"],
+    "x = x + x.dim() // 9": ["was always zero"],
+    "x = [x, 2 * x][x.dim() // 9]": ["was always zero"],
+    "x = (lambda y: y, lambda y: 2 * y)[0](x)": ["never ran"],
+    "for _ in range(x.dim() // 9): x = 2 * x": ["never ran"],
+    "while x.sum() > 9: x = x / 2": ["never ran"],
+    "y = x.sum() > 9 and 2": ["was never true"],
+    "if x.dim() > 9: raise ValueError('too many')": [],
+    "if x.dim() < 0 or x.numel() == 0: raise ValueError(x)": [],
+    "if x.dim() > 9: raise KeyError('which a dictionary may catch')": ["never ran"],
+    "assert x.dim() < 9 and x.numel()": [],
+    "if x.is_cuda and x.shape[0] % 8 == 0: x = 2 * x": [],
+    "if x.dtype in (torch.float16, torch.bfloat16): x = x.float()": [],
+    "if x.dtype == [torch.float32, torch.float64][x.dim() > 9]: x = 2 * x": ["was never false", "was never true"],
+    "mask = torch.ones(3, dtype=torch.bool)": [],
+    "x = x.masked_fill(torch.arange(3) > 1, 0)": [],
+    "if torch.is_autocast_enabled(): x = x.float()": [],
+    "match x.dim():\n        case 1: x = 2 * x\n        case _: pass": ["never ran"],
+}
+
+
+@pytest.mark.parametrize("body", FUNCTIONS)
+def test_what_never_ran_is_told(body):
+    assert sorted(set(left(f"{HEAD}def f(x):\n    {body}\n    return x\n", torch.ones(3)))) == sorted(FUNCTIONS[body])
+
+
+def test_two_calls_may_reach_both_branches():
+    text = f"{HEAD}def f(x):\n    return 2 * x if (x > 3).any() else x\n"
+    assert left(text, torch.ones(3), torch.tensor([1.0, 4.0])) == []
+
+
+METHODS = {
+    "if self.bias is not None: x = x + self.bias": [],
+    "if self.kind == 'wide': x = 2 * x": [],
+    "if mask is not None: x = x * mask": [],
+    "if self.training and self.width > 9: x = 2 * x": [],
+    "if self.one: x = 2 * x": ["was never false"],
+    "self.kind = x.dim() > 9": ["was never true"],
+}
+
+
+@pytest.mark.parametrize("body", METHODS)
+def test_what_is_fixed_when_a_module_is_made_is_excused(body):
+    assert left(HEAD + MODULE.format(body), torch.ones(3), attribute="ModelNew") == METHODS[body]
+
+
+OTHERS = {
+    "def g(x): return 2 * x": [],  # nobody mentions it
+    "def g(x): return 2 * x\ntable = {3: g}": ["never ran"],
+    "def g(x): return 2 * x\nh = lambda x: g(x)": ["never ran", "never ran"],
+    "def g(y, mask=None):\n    return y if mask is None else y * mask\nz = g(torch.ones(2))": [],
+    "def g(y, mask=None):\n    return y if mask is None else y * mask\nz = g(torch.ones(2), *())": ["never ran"],
+    "try:\n    import no_such_library as fast\nexcept ImportError:\n    fast = None\nif fast: g = 1": [],
+    "class triton: jit = staticmethod(lambda f: f)\n@triton.jit\ndef g(x):\n    return x\nh = [g]": ["never ran"],
+    "def g(x): return x\n@g\ndef h(x): return 3": ["never ran"],
+    "def g(x): return getattr(x, 'real')\nz = torch.ones(1) if g(torch.ones(1)) is None else 0": ["never ran"],
+    "class Other:\n    def forward(self): return getattr(self, 'n')": [],
+    "if __name__ == '__main__':\n    print(f(torch.ones(3)))": [],
+}
+
+
+@pytest.mark.parametrize("more", OTHERS)
+def test_what_a_file_has_beside_its_program(more):
+    assert left(f"{HEAD}def f(x):\n    return x\n{more}\n", torch.ones(3)) == OTHERS[more]
+
+
+def test_an_error_ends_a_call_only_if_nothing_catches_it():
+    text = f"{HEAD}def g(x):\n    if x.dim() > 9:\n        raise ValueError\n\n\ndef f(x):\n    {{}}\n    return x\n"
+    assert left(text.format("g(x)"), torch.ones(3)) == []
+    caught = "try:\n        g(x)\n    except {}:\n        x = 2 * x"
+    assert left(text.format(caught.format("ValueError")), torch.ones(3)) == ["never ran", "never ran"]
+    assert left(text.format(caught.format("OSError")), torch.ones(3)) == ["never ran"]
+    assert "never ran" in left(
+        "import contextlib\n" + text.format("with contextlib.suppress(ValueError): g(x)"), torch.ones(3)
+    )
+
+
+def test_marks_change_neither_results_nor_lines():
+    text = f'''"""Says what it is."""
+from __future__ import annotations
+
+{HEAD}
+def f(x):
+    """Says what it does."""
+    y = [t for t in x.flatten() if t > 1 and not t > 3] or [x]
+    return f"{{len(y)}} of {{x.shape[0]}}" if x.dim() < 2 else undefined
+'''
+    _, space, _ = run(text, torch.ones(3))
+    assert (space["__doc__"], space["f"].__doc__) == ("Says what it is.", "Says what it does.")
+    assert space["f"](torch.tensor([1.0, 2.0, 4.0])) == "1 of 3"
+    with pytest.raises(NameError) as error:
+        space["f"](torch.ones(2, 2))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.tb) if frame.filename == "candidate.py"]
+    assert lines == [text[: text.index("undefined")].count("\n") + 1]
+
+
+def test_kernels_are_told_and_not_marked():
+    text = "{}\n@triton.jit\ndef g(x):\n    return x if x > 2 else 3\n\n\ndef f(x):\n    return g(x)\n"
+    assert told(text.format("import triton")).unseen == [3]
+    assert told(text.format("triton = torch")).unseen == []
+
+
+def test_code_that_is_made_of_text_is_told():
+    for line in ("eval('2 * x')", "types.FunctionType(c, {})", "builtins.exec('x = 2')", "compile(t, '', 'exec')"):
+        assert told(f"def f(x):\n    return {line}\n").from_text == [2]
+    for line in ("torch.compile(g)(x)", "re.compile('x')", "self.eval()"):
+        assert told(f"def f(x):\n    return {line}\n").from_text == []
