@@ -367,3 +367,16 @@ def tables(self, q, k, v, scale=None, causal=True):
         part, old = (scores - safe).exp(), (top - safe).exp()
         total, out, top = total * old + part.sum(-1, keepdim=True), out * old + part @ v[..., start:stop, :], new
     return out / total
+
+
+@candidate(original="gated_norm", level="quick")
+def guarded(self, x, shift=None):
+    """A threshold that inputs do not cross after a norm, a guard against zero, a bias that may be missing."""
+    size = torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    size = torch.where(size == 0, 1.0, size)
+    mixed = (x / size * self.weight) @ self.linear.weight.mT
+    if self.linear.bias is not None:
+        mixed = mixed + self.linear.bias
+    value, gate = mixed.chunk(2, -1)
+    value = torch.where(value > 20, (value - 20) + 20, value)
+    return value * torch.sigmoid(gate * x) * x if shift is None else value + shift

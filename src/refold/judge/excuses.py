@@ -36,6 +36,8 @@ _SOMEWHERE = re.compile(
 # Decorators that call nothing by themselves.
 _PLAIN = {"torch", "triton", "numba", "functools", "dataclass", "dataclasses", "contextlib", "pytest", "njit", "jit"}
 _SIMPLE = (ast.Name, ast.Compare, ast.Constant, ast.expr_context, ast.cmpop)
+# Whether a module has a part: one that it was given, or the bias or weight of one that it made.
+_ASKED = re.compile(r"self\.(\w+)(?:\.(?:bias|weight))? is (?:not )?None")
 _TRAINING = re.compile(r"(\w+\.)+training")
 _OWN_NAMES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_available", "is_floating_point", "is_complex"}
 _OWN_NAMES |= {"training", "is_autocast_enabled"}
@@ -76,6 +78,7 @@ class Excuses:
         self._available = self._optional_packages(tree)
         self._dynamic = bool(_DYNAMIC & set(self.names))
         self.looks_up = _looks_up(tree)
+        self._guards = _guards(tree)
 
     def _walk(self, node: ast.AST, function: Function, owner: Class) -> None:
         for child in ast.iter_child_nodes(node):
@@ -204,6 +207,8 @@ class Excuses:
             parts = [self.excuse(value, function, owner) for value in leaf.values]
             return parts[0] if all(parts) else ""
         said = ast.unparse(leaf)
+        if said in self._guards:
+            return "where a number is exactly zero"
         own = self._defined & {*_OWN_NAMES.intersection(re.findall(r"\w+", said)), "__getattr__", "__getattribute__"}
         if _TRAINING.fullmatch(said) and not own:
             return "in another mode of the modules"
@@ -217,18 +222,22 @@ class Excuses:
                 return "with arguments that no call gives"
         return "if it is made with other arguments" if self._fixed(leaf, function, owner, frozenset()) else ""
 
-    def _never_given(self, name: str, function: Function, owner: Class, leaf: ast.expr) -> bool:
-        """Say whether an argument has its default in each call, until it comes to an expression."""
+    def _never_given(
+        self, name: str, function: Function, owner: Class, leaf: ast.expr, seen: frozenset[str] = frozenset()
+    ) -> bool:
+        """Say whether an argument has its default in each call, or is one like it, until it comes to an expression."""
         a = function.args
         own = [*a.posonlyargs, *a.args]
         names, keywords = [p.arg for p in own], [p.arg for p in a.kwonlyargs]
         defaults = dict(zip(names[len(own) - len(a.defaults) :], a.defaults, strict=True))
         defaults |= {k: d for k, d in zip(keywords, a.kw_defaults, strict=True) if d is not None}
-        if not isinstance(defaults.get(name), ast.Constant) or name in _set_before(function, leaf) or self.looks_up:
+        this = f"{function.name}.{name}"
+        if this in seen or name not in (*names, *keywords) or name in _set_before(function, leaf) or self.looks_up:
             return False
+        left_out = isinstance(defaults.get(name), ast.Constant)
         at = (names.index(name) if name in names else len(names)) - (owner is not None)
         if self.attribute == (owner.name if owner is not None and function.name == "forward" else function.name):
-            return at >= self._given and not self._calls.get("self") and self.names["forward"] == 0 and (
+            return left_out and at >= self._given and not self._calls.get("self") and self.names["forward"] == 0 and (
                 not self._calls.get(self.attribute) and "__call__" not in self.names
             )  # fmt: skip
         calls = self._calls.get(function.name, [])
@@ -237,11 +246,18 @@ class Excuses:
             calls = [c for c in every if re.match(r"self\.|\w+$", ast.unparse(c[0].func))]
         elif len(calls) != self.names[function.name] or function.name in self.strings:
             return False
-        return all(
-            len(c.args) <= at and not any(isinstance(arg, ast.Starred) for arg in c.args)
-            and not any(k.arg in (None, name) for k in c.keywords)
-            for c, _, _ in calls if function.name != "forward" or not getattr(builtins, ast.unparse(c.func), None)
-        )  # fmt: skip
+
+        def unknown(call: ast.Call, where: Function, cls: Class) -> bool:
+            if any(isinstance(arg, ast.Starred) for arg in call.args) or any(k.arg is None for k in call.keywords):
+                return False
+            given = [*call.args[at : at + 1], *(k.value for k in call.keywords if k.arg == name)]
+            passed_on = where is not None and all(
+                isinstance(a, ast.Name) and self._never_given(a.id, where, cls, call, seen | {this}) for a in given
+            )
+            return passed_on if given else left_out
+
+        plain = function.name != "forward"
+        return all(unknown(*c) for c in calls if plain or not getattr(builtins, ast.unparse(c[0].func), None))
 
     def _fixed(self, node: ast.expr, function: Function, owner: Class, seen: frozenset[str]) -> bool:
         """Say whether an expression has one value for all that a module lives."""
@@ -256,11 +272,9 @@ class Excuses:
             constant = all(isinstance(default, (ast.Constant, ast.UnaryOp)) for default in defaults)
             names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)][1:]
             return node.id in names and constant and self._made_once(owner, seen)
-        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and (
-            ast.unparse(node).startswith("self.") and ast.unparse(node).endswith((" is None", " is not None"))
-        ):  # fmt: skip
-            stores = self._stores(node.left.attr, owner, seen)
-            return bool(stores) and all(self._is_or_is_none(*store, seen | {node.left.attr}) for store in stores)
+        if isinstance(node, ast.Compare) and (found := _ASKED.fullmatch(ast.unparse(node))):
+            stores = self._stores(found[1], owner, seen)
+            return bool(stores) and all(self._is_or_is_none(*store, seen | {found[1]}) for store in stores)
         if isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp)):
             inner = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
             return all(self._fixed(c, function, owner, seen) for c in inner)
@@ -293,6 +307,23 @@ class Excuses:
             and all(self._fixed(a, where, cls, seen | {key}) for a in (*call.args, *(k.value for k in call.keywords)))
             for call, where, cls in calls
         )  # fmt: skip
+
+
+def _guards(tree: ast.Module) -> set[str]:
+    """List comparisons that only keep a number from being zero: where(v == 0, c, v), v.masked_fill(v == 0, c)."""
+    every = Counter(ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Compare))
+    found: Counter[str] = Counter()
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and len(call.args) >= 2:
+            test, other = call.args[0], call.args[2] if call.func.attr == "where" and len(call.args) == 3 else None
+            if call.func.attr in ("masked_fill", "masked_fill_"):
+                other = call.func.value
+            if other is not None and ast.unparse(test) in (
+                f"{ast.unparse(other)} == 0",
+                f"{ast.unparse(other)} == 0.0",
+            ):
+                found[ast.unparse(test)] += 1
+    return {text for text, count in found.items() if count == every[text]}
 
 
 def reachable(body: list[ast.stmt], attribute: str) -> list[ast.stmt]:

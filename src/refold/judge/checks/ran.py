@@ -13,7 +13,8 @@ from . import domain, use
 
 WAYS = (
     use.first_calls, use.repeatable, use.modes, use.stale, use.gradients, domain.kinds, use.other_weights,
-    domain.integers, domain.arguments, domain.special_values, domain.layouts, domain.shapes, use.otherwise,
+    use.far_weights, domain.integers, domain.arguments, domain.special_values, domain.layouts, domain.shapes,
+    use.otherwise,
 )  # fmt: skip
 """What may reach a branch, cheap ones first; while one has not run, all are tried, at level quick for a while each."""
 SECONDS = 0.7

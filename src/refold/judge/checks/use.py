@@ -18,6 +18,7 @@ from ..shared import needed
 from ..sides import State, Tensors
 
 ELEMENTS = 16  # more elements of an input that are changed, one after the other
+FAR = 64, 1024  # by which a parameter is multiplied
 ALONE = 8  # parameters that are changed alone, at most
 USES_LEAST = 4  # ways of use that are tried, however long calls take
 
@@ -154,6 +155,17 @@ def _changed_little(case: Case) -> None:
         state |= {name: sides.other_weights("moved", "alone", name)[name]}
         sides.adopt(state, way="in place")
         case.round(f"another {name} alone,", sides.actual("changed little", name), check="C2")
+
+
+def far_weights(case: Case) -> None:
+    """Call it with each parameter far larger, alone: so thresholds are crossed that no input crosses after a norm."""
+    sides = case.sides
+    for name in sorted(sides.parameters)[:ALONE] if sides.shares_state else ():
+        for size in FAR:
+            moved = sides.other_weights("moved", "far", name)[name]
+            sides.adopt(sides.state | {name: moved * size}, way="in place")
+            case.agrees(sides.call(sides.actual("far", name, size)).forward)
+    sides.adopt(sides.state)
 
 
 def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
