@@ -218,6 +218,8 @@ class _Marker(ast.NodeTransformer):
         """Put a mark at the beginning of a block, and marks into it."""
         if self._facts.raises(body):
             excuse = lambda _: "unused"  # noqa: E731
+        elif self._facts.tells(body):
+            excuse = lambda _: "and only prints"  # noqa: E731
         site = self._site(body or [at], (wanted,), excuse, name=name)
         said = bool(name) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)  # of itself
         mark = ast.copy_location(ast.Expr(self._record("ran", site)), (body[said:] or body or [at])[0])

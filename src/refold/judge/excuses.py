@@ -23,6 +23,23 @@ _TEXTS = {"exec", "eval", "compile", "__import__", "FunctionType", "CodeType", "
 _OPAQUE = {"load_inline", "CDLL", "RawKernel", "pyfunc_decl", "marshal"}
 _KERNELS = re.compile(r"(triton\.)?(jit|autotune|heuristics)|(numba\.)?njit")
 _OF_LIBRARIES = {*dir(torch.nn.Module), *dir(torch.Tensor), *dir(torch.autograd.Function)}
+_ASKS = {
+    "item",
+    "min",
+    "max",
+    "mean",
+    "std",
+    "norm",
+    "abs",
+    "sum",
+    "tolist",
+    "size",
+    "dim",
+    "any",
+    "all",
+    "type",
+    "len",
+}
 _SHOWN = {"extra_repr", "__repr__", "__str__"}
 _DERIVATIVES = {"jvp", "vmap", "vjp", "symbolic"}
 _PLACE = r"(torch\.\w+|torch\.device\('\w+'\)|[\w.]+\.(dtype|device)|'\w+'|[A-Z_]+)"
@@ -78,7 +95,7 @@ class Excuses:
         self._available = self._optional_packages(tree)
         self._dynamic = bool(_DYNAMIC & set(self.names))
         self.looks_up = _looks_up(tree)
-        self._guards = _guards(tree)
+        self._guards, self._locals = _guards(tree), _local_values(tree)
 
     def _walk(self, node: ast.AST, function: Function, owner: Class) -> None:
         for child in ast.iter_child_nodes(node):
@@ -165,6 +182,18 @@ class Excuses:
         if not isinstance(last, ast.Raise) or last.exc is None:
             return False
         return self.ends(ast.unparse(last.exc.func if isinstance(last.exc, ast.Call) else last.exc))
+
+    def tells(self, body: list[ast.stmt]) -> bool:
+        """Say whether a block only prints, or warns of, what it asks tensors."""
+        set_too = self._bound["print"] or self.names["print"] != len(self._calls.get("print", []))
+        if not body or set_too or self.names["builtins"] or self._dynamic or self.looks_up:
+            return False
+        inner = [n for statement in body for n in ast.walk(statement)]
+        calls = [n for n in inner if isinstance(n, ast.Call)]
+        own = {id(s.value) for s in body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)}
+        said = all(ast.unparse(c.func) in ("print", "warnings.warn") for c in calls if id(c) in own)
+        asked = all(ast.unparse(c.func).rpartition(".")[2] in _ASKS for c in calls if id(c) not in own)
+        return len(own) == len(body) and said and asked and not any(isinstance(n, ast.NamedExpr) for n in inner)
 
     def is_kernel(self, function: Function) -> bool:
         """Say whether a function is compiled to something else than Python."""
@@ -272,6 +301,9 @@ class Excuses:
             constant = all(isinstance(default, (ast.Constant, ast.UnaryOp)) for default in defaults)
             names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)][1:]
             return node.id in names and constant and self._made_once(owner, seen)
+        if isinstance(node, ast.Name) and function is not None and function.name != "__init__":
+            before = [value for line, value in self._locals.get((function.lineno, node.id), []) if line < node.lineno]
+            return len(before) == 1 and before[0] is not None and self._fixed(before[0], function, owner, seen)
         if isinstance(node, ast.Compare) and (found := _ASKED.fullmatch(ast.unparse(node))):
             stores = self._stores(found[1], owner, seen)
             return bool(stores) and all(self._is_or_is_none(*store, seen | {found[1]}) for store in stores)
@@ -307,6 +339,24 @@ class Excuses:
             and all(self._fixed(a, where, cls, seen | {key}) for a in (*call.args, *(k.value for k in call.keywords)))
             for call, where, cls in calls
         )  # fmt: skip
+
+
+def _local_values(tree: ast.Module) -> dict[tuple[int, str], list[tuple[int, ast.expr | None]]]:
+    """Map a function's line and a local name to the lines where it is set, and to what if by a plain statement."""
+    found: dict[tuple[int, str], list[tuple[int, ast.expr | None]]] = {}
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        a, inner = function.args, list(ast.walk(function))
+        plain = {n.targets[0]: n.value for n in function.body if isinstance(n, ast.Assign) and len(n.targets) == 1}
+        shared = {name for n in inner if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
+        shared |= {p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None}
+        loops = [n for n in inner if isinstance(n, (ast.For, ast.While, ast.comprehension))]
+        shared |= {n.id for loop in loops for n in ast.walk(loop) if isinstance(n, ast.Name)}
+        for n in inner:
+            if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load) and n.id not in shared:
+                found.setdefault((function.lineno, n.id), []).append((n.lineno, plain.get(n)))
+    return found
 
 
 def _guards(tree: ast.Module) -> set[str]:
