@@ -21,12 +21,12 @@ STEPS = 64
 
 
 def rounding_bound(reference: np.ndarray, exact: np.ndarray) -> float:
-    """Allow four times what the reference itself loses against its run in float64, and a few roundings.
+    """Allow eight times what the reference itself loses against its run in float64, and a few roundings.
 
     (transformers' scans compute in float32 even then, so this is the part of its error that can be known.)
     """
     own = np.abs(reference - exact).max()
-    return 4 * own + 16 * np.finfo(np.float32).eps * np.abs(exact).max()
+    return 8 * own + 16 * np.finfo(np.float32).eps * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -24,8 +24,11 @@ BIASED = ("mamba-untied", "mamba2-groups", "bamba-biases", "granite-odd")
 
 
 def rounding_bound(reference: torch.Tensor, exact: torch.Tensor) -> float:
-    """Allow four times what the reference itself loses against its run in float64, and a few roundings."""
-    return float(4 * (reference - exact).abs().max() + 16 * 2**-23 * exact.abs().max())
+    """Allow eight times what the reference itself loses against its run in float64, and a few roundings.
+
+    One largest error is one sample: where weights moved by one rounding move an element by 0.003, it was 0.0005.
+    """
+    return float(8 * (reference - exact).abs().max() + 16 * 2**-23 * exact.abs().max())
 
 
 def reference_tokens(model, ids: torch.Tensor, mask: torch.Tensor | None = None, **keywords) -> list[list[int]]:

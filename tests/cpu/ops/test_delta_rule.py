@@ -341,7 +341,14 @@ def neumann(patch: pytest.MonkeyPatch) -> None:
 
 def last_level(patch: pytest.MonkeyPatch) -> None:
     """The pairs of the two halves of a chunk are left out."""
-    patch.setattr(right._PerKey, "levels", property(lambda s: s._all[:-1], lambda s, v: setattr(s, "_all", v)), False)
+    init = right._PerKey.__init__
+
+    def forgetful(self: Any, g: Tensor) -> None:
+        init(self, g)
+        for size, since, until in self.levels[-1:]:
+            self.levels[-1] = size, torch.zeros_like(since), until
+
+    patch.setattr(right._PerKey, "__init__", forgetful)
 
 
 def difference(patch: pytest.MonkeyPatch) -> None:
