@@ -16,16 +16,14 @@ from refold.ops.delta_rule import _torch
 from refold.ops.delta_rule import _triton_backward_kernels as kernels
 from refold.ops.delta_rule import _triton_kernels as forward
 from refold.ops.delta_rule._prologue import log_decay, log_decay_gradient, strength, strength_gradient
-from refold.ops.delta_rule._triton_forward import ChunkPlan, cut, hopper_fits, precisions, strides, tile_view
+from refold.ops.delta_rule._triton_forward import ChunkPlan, cut, hopper_fits, in_gluon, precisions, strides, tile_view
 from refold.ops.delta_rule.spec import SPEC
 from refold.ops.delta_rule.tables import BACKWARD
 from refold.ops.torch import chunks as torch_chunks
-from refold.ops.torch.launch import Launch, current_stream, gluon, last_contiguous, planned
+from refold.ops.torch.launch import Launch, current_stream, last_contiguous, planned
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.pointwise import zeros_for_bad
 from refold.ops.torch.tables import device_limits, lookup
-
-HOPPER = ("refold.ops.delta_rule._gluon_pairs_kernels", "refold.ops.torch.tma_launch")
 
 
 @planned(
@@ -106,6 +104,10 @@ def _of_torch(**options: Any) -> Callable[..., dict[str, torch.Tensor]]:
 class Backward:
     """How one combination of shapes, strides, dtypes and options runs backward."""
 
+    maps: Launch
+    states: Launch
+    own: Launch
+
     def __init__(
         self, dy, q, k, v, g, beta, r, initial_state, cu_seqlens, *, scale, normalize, erase, chunk_size, config
     ) -> None:
@@ -121,10 +123,15 @@ class Backward:
         initial = strides(initial_state, 4)
         tiles = (*strides(q, 3), *strides(r, 3), *strides(k, 3))
         sizes = (nheads, ngroups, nkeys, nvalues)
+        self.hopper_chains = bool(config["hopper_chains"] and chunks.hopper_chain(q, k, v, r, dy))
         self._plan_chains(v.device, config, nseqs, sizes, erase)
+        if self.hopper_chains:
+            self._plan_hopper_chains(q, k, v, dy, erase)
         segments = self.nsegments
         self.state_ints = (seqlen, chunks.nchunks, segments, *sizes, *tiles, *v.stride()[:3], *initial)
         self.chain_ints = (seqlen, chunks.nchunks, segments, *sizes, *tiles, *dy.stride()[:3])
+        self.sizes = (seqlen, chunks.nchunks, segments, *sizes)
+        self.hopper_state_ints = (*self.sizes, *initial)
         self.pass_ints = (segments, nheads, nkeys, nvalues)
         self.initial_strides = initial
 
@@ -181,20 +188,53 @@ class Backward:
         self.new_flags = fresh((nslots * ngroups,), torch.int32, device)
         self.hopper = bool(config["hopper_pairs"] and chunks.hopper and erase and not chunks.varlen
                            and 64 < nkeys <= 128 and nvalues <= 128 and hopper_fits(q, k, v, dy)
-                           and gluon(*HOPPER) is not None)  # fmt: skip
+                           and in_gluon("pairs") is not None)  # fmt: skip
         if self.hopper:
             self._plan_hopper(q, k, v, dy, normalize)
+
+    def _views(self, hopper: Any, v, nkeys: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Describe to the copy engine the states of chunks, and u and w."""
+        nvalues, cells = v.shape[3], self.chunks.cells
+        states = {"shape": [1, cells, nvalues, nkeys], "strides": [8, nvalues * nkeys, nkeys, 1],
+                  "block_shape": [1, 1, 64, 64 if nkeys <= 64 else 128],
+                  "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+        return states, tile_view(hopper, v, 64) | {"shape": [1, 1, cells * 64, nvalues], "strides": [8, 8, nvalues, 1]}
+
+    def _plan_hopper_chains(self, q, k, v, dy, erase: bool) -> None:
+        """Plan what walks over chunks in Gluon; where a flag is up, the plain walk back goes again."""
+        from refold.ops.torch.tma_launch import MappedLaunch
+
+        there, back, chunks = in_gluon("chain"), in_gluon("chain_back"), self.chunks
+        (nheads, nvalues), nkeys = v.shape[2:], q.shape[3]
+        (q_view, r_view, k_view), square, consts = chunks.chain(there, q, k, erase)
+        states, tiles = self._views(there, v, nkeys)
+        v_view, dy_view = tile_view(there, v, 64), tile_view(there, dy, 64)
+        dv_view = tile_view(there, torch.empty(v.shape, device="meta"), 64)
+        blocks, segments, nseqs = triton.cdiv(nvalues, 64), self.nsegments, chunks.nseqs
+        grid, options = (nheads * blocks, segments, nseqs), {"num_warps": 4, "maxnreg": 168}
+        self.maps = MappedLaunch(
+            there._delta_chain_hopper_kernel, (nheads * (blocks + triton.cdiv(nkeys, 64)), segments, nseqs),
+            consts | {"GIVES": "maps"}, options, [{}, r_view, k_view, v_view, square],
+        )  # fmt: skip
+        self.states = MappedLaunch(
+            there._delta_chain_hopper_kernel, grid, consts | {"GIVES": "states"}, options,
+            [{}, r_view, k_view, v_view, square, {}, {}, states, tiles],
+        )  # fmt: skip
+        views = [q_view, r_view, k_view, dy_view, square if erase else {}, square]
+        consts |= {"STAGES": 2}  # results in two tiles each take the place of the third
+        self.own = MappedLaunch(back._delta_chain_back_hopper_kernel, (nheads * blocks, segments - 1, nseqs),
+                                consts | {"OUTPUT": False}, options, views)  # fmt: skip
+        self.first_chain = MappedLaunch(back._delta_chain_back_hopper_kernel, grid, consts | {"OUTPUT": True}, options,
+                                        [*views, states, tiles, dv_view])  # fmt: skip
+        self.new_chain_flags = fresh((nseqs * nheads * segments * blocks,), torch.int32, v.device)
 
     def _plan_hopper(self, q, k, v, dy, normalize: bool) -> None:
         """Plan the kernel in Gluon, and describe its tensors to the copy engine."""
         from refold.ops.torch.tma_launch import MappedLaunch
 
-        hopper: Any = gluon(*HOPPER)
+        hopper: Any = in_gluon("pairs")
         (_, seqlen, nheads, nvalues), (ngroups, nkeys), chunks = v.shape, q.shape[2:], self.chunks
-        cells = chunks.nslots * nheads
-        tiles = tile_view(hopper, v, 64) | {"shape": [1, 1, cells * 64, nvalues], "strides": [8, 8, nvalues, 1]}
-        states = {"shape": [1, cells, nvalues, nkeys], "strides": [8, nvalues * nkeys, nkeys, 1],
-                  "block_shape": [1, 1, 64, 128], "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+        states, tiles = self._views(hopper, v, nkeys)
         views = [*(tile_view(hopper, a, 128) for a in (q, k)), *(tile_view(hopper, a, 64) for a in (v, dy))]
         self.pairs_hopper = MappedLaunch(
             hopper._delta_pairs_hopper_kernel, (chunks.nslots, ngroups),
@@ -216,9 +256,8 @@ class Backward:
             while block_p > 16 and nseqs * nheads * triton.cdiv(nvalues, block_p) < 2 * sms:
                 block_p //= 2
         blocks, maps = triton.cdiv(nvalues, block_p), triton.cdiv(nkeys, block_p)
-        self.nsegments = segments = config.get("segments") or cut(
-            chunks.nslots // max(nseqs, 1), nseqs * nheads * blocks, sms
-        )
+        programs = nseqs * nheads * (triton.cdiv(nvalues, 64) if self.hopper_chains else blocks)
+        self.nsegments = segments = config.get("segments") or cut(chunks.nslots // max(nseqs, 1), programs, sms)
         precision, _ = precisions(chunks.dtype, chunks.chunk, chunks.block_n, block_p)
         consts = {
             "CHUNK": chunks.chunk, "BLOCK_N": chunks.block_n, "BLOCK_P": block_p, "KEYED": chunks.keyed,
@@ -257,19 +296,37 @@ class Backward:
         u, w = self.new_values()
         grads = {name: make() for name, make in self.new.items()}
         dinitial = None if self.new_initial is None else self.new_initial()
-        before = before_back = None
+        after = own = before = before_back = flags = None
         if self.nsegments > 1:
             after, own, before, before_back = self.new_after(), self.new_before(), self.new_before(), self.new_before()
-            self.maps(stream, q_tile, r_tile, k_tile, v, T, P, rows, decay, None, None, cu_seqlens, None, None, after,
-                      None, None, *self.state_ints)  # fmt: skip
-            self.pass_(stream, after, initial, before, *self.pass_ints, *self.initial_strides)
-            self.own(stream, q_tile, r_tile, k_tile, dy, X, P, rows, more, decay, None, None, cu_seqlens, None, None,
-                     None, None, own, *self.chain_ints)  # fmt: skip
-            self.pass_back(stream, own, after, dstate, before_back, *self.pass_ints)
-        self.states(stream, q_tile, r_tile, k_tile, v, T, P, rows, decay, initial, before, cu_seqlens, None, None, None,
-                    entering, u, *self.state_ints)  # fmt: skip
+        if self.hopper_chains:
+            flags, r_read = self.new_chain_flags(), r_tile if self.erase else None
+            read = (r_read, k_tile, v, T)
+            back = (q_tile, r_read, k_tile, dy, X if self.erase else None, P)
+            factors = (rows, more, decay)
+            if self.nsegments > 1:
+                self.maps(stream, None, *read, None, None, None, None, rows, decay, None, None, cu_seqlens, None, None,
+                          after, *self.hopper_state_ints)  # fmt: skip
+                self.pass_(stream, after, initial, before, *self.pass_ints, *self.initial_strides)
+                self.own(stream, *back, None, None, None, *factors, None, None, cu_seqlens, None, None, own, None,
+                         *self.sizes)  # fmt: skip
+                self.pass_back(stream, own, after, dstate, before_back, *self.pass_ints)
+            self.states(stream, None, *read, None, None, entering, u, rows, decay, initial, before, cu_seqlens, None,
+                        None, None, *self.hopper_state_ints)  # fmt: skip
+            self.first_chain(stream, *back, leaving, w, grads["v"], *factors, dstate, before_back, cu_seqlens,
+                             grads["v"], dinitial, None, flags, *self.sizes)  # fmt: skip
+        else:
+            if self.nsegments > 1:
+                self.maps(stream, q_tile, r_tile, k_tile, v, T, P, rows, decay, None, None, cu_seqlens, None, None,
+                          after, None, None, *self.state_ints)  # fmt: skip
+                self.pass_(stream, after, initial, before, *self.pass_ints, *self.initial_strides)
+                self.own(stream, q_tile, r_tile, k_tile, dy, X, P, rows, more, decay, None, None, cu_seqlens, None,
+                         None, None, None, own, None, *self.chain_ints)  # fmt: skip
+                self.pass_back(stream, own, after, dstate, before_back, *self.pass_ints)
+            self.states(stream, q_tile, r_tile, k_tile, v, T, P, rows, decay, initial, before, cu_seqlens, None, None,
+                        None, entering, u, *self.state_ints)  # fmt: skip
         self.chain(stream, q_tile, r_tile, k_tile, dy, X, P, rows, more, decay, dstate, before_back, cu_seqlens,
-                   leaving, w, grads["v"], dinitial, None, *self.chain_ints)  # fmt: skip
+                   leaving, w, grads["v"], dinitial, None, flags, *self.chain_ints)  # fmt: skip
         dg = None if g is None else self.new_dg()
         dbeta = None if beta is None else self.new_dbeta()
         dr = None if r is None else self.new_dr()

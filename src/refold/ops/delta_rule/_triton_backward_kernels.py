@@ -43,7 +43,7 @@ def _bad(tile):
 @triton.jit
 def _delta_bwd_chain_kernel(
     q_ptr, r_ptr, k_ptr, dy_ptr, X_ptr, P_ptr, rows_ptr, more_ptr, decay_ptr, dfinal_ptr, before_ptr, cu_seqlens_ptr,
-    leaving_ptr, W_ptr, dv_ptr, dinitial_ptr, after_ptr,
+    leaving_ptr, W_ptr, dv_ptr, dinitial_ptr, after_ptr, flags_ptr,
     seqlen, nchunks, nsegments, nheads, ngroups, nkeys, nvalues,
     stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
     stride_dy_b, stride_dy_t, stride_dy_h,
@@ -54,6 +54,7 @@ def _delta_bwd_chain_kernel(
 
     OUTPUT: begins with the gradient of the state after its segment; writes for each chunk that of the state after it, W
     and dv. Otherwise it begins with zero, and writes the gradient of the state before its segment, the first left out.
+    Flags, one for each 64 values: only where one is up.
     """
     blocks_p = tl.cdiv(nvalues, BLOCK_P)
     pid_h = tl.program_id(0) // blocks_p
@@ -61,6 +62,10 @@ def _delta_bwd_chain_kernel(
     if not OUTPUT:
         pid_s += 1
     seq = tl.program_id(2)
+    if flags_ptr is not None:
+        segment = (seq.to(tl.int64) * nheads + pid_h) * nsegments + pid_s
+        if tl.load(flags_ptr + segment * tl.cdiv(nvalues, 64) + tl.program_id(0) % blocks_p * BLOCK_P // 64) == 0:
+            return
     pid_g = (pid_h // (nheads // ngroups)).to(tl.int64)
     batch, begin, tokens, first_slot = span(cu_seqlens_ptr, seq, seqlen, nchunks, CHUNK, VARLEN)
     batch, begin = batch.to(tl.int64), begin.to(tl.int64)

@@ -28,8 +28,11 @@ from refold.ops.torch.slots import Places, in_slots, on_slots
 from refold.ops.torch.tables import device_limits, lookup
 
 MAX_KEYS = 256
-HOPPER = ("refold.ops.delta_rule._gluon_kernels", "refold.ops.torch.tma_launch")
-HOPPER_PREPARE = ("refold.ops.delta_rule._gluon_prepare_kernels", "refold.ops.torch.tma_launch")
+
+
+def in_gluon(what: str) -> Any:
+    """Return the module of Hopper's kernels of a part; None where this Triton cannot compile them."""
+    return gluon(f"refold.ops.delta_rule._gluon_{what}_kernels", "refold.ops.torch.tma_launch")
 
 
 def supports(meta: Meta) -> str | None:
@@ -130,7 +133,7 @@ class ChunkPlan:
         self.dtype, self.device = v.dtype, v.device
         scale = nkeys**-0.5 if scale is None else scale
         lower, limit = float(lower_bound or 0.0), float(beta_limit or 0.0)
-        cells = nslots * nheads
+        self.cells = cells = nslots * nheads
         self.new_T = fresh((cells * chunk, chunk), v.dtype, v.device)
         self.new_rows = fresh((cells * 4, chunk), torch.float32, v.device)
         self.new_more = fresh((cells * 5, chunk), torch.float32, v.device)
@@ -164,7 +167,7 @@ class ChunkPlan:
             self.gate_ints = (seqlen, nchunks, nseqs, nheads, lower, limit, *strides(g, 3), *strides(beta, 3))
             self.new_flags = fresh((cells,), torch.int32, v.device)
             self.hopper = bool(config["hopper_prepare"] and v.dtype == torch.bfloat16 and chunk == 64 and nkeys <= 128
-                               and r is None and hopper_fits(q, k) and gluon(*HOPPER_PREPARE) is not None)  # fmt: skip
+                               and r is None and hopper_fits(q, k) and in_gluon("prepare") is not None)  # fmt: skip
             if self.hopper:
                 self._plan_hopper(q, k, nheads, normalize, erase)
                 self.ints = (*sizes[:-1], scale)
@@ -177,7 +180,7 @@ class ChunkPlan:
         """Plan the kernel in Gluon, and describe its tensors to the copy engine."""
         from refold.ops.torch.tma_launch import MappedLaunch
 
-        hopper: Any = gluon(*HOPPER_PREPARE)
+        hopper: Any = in_gluon("prepare")
         block = max(64, self.block_n)
         square = square_view(hopper, self.nslots * nheads)
         self.prepare = MappedLaunch(
@@ -187,6 +190,25 @@ class ChunkPlan:
             {"num_warps": 4, "maxnreg": 168},
             [tile_view(hopper, q, block), tile_view(hopper, k, block), square, square, square],
         )  # fmt: skip
+
+    def hopper_chain(self, q, k, v, r, dy=None) -> bool:
+        """Say whether the walks over chunks in Gluon take these tensors."""
+        return bool(self.chunk == 64 and q.shape[3] <= 128 and r is None
+                    and hopper_fits(q, k, v, v if dy is None else dy) and in_gluon("chain") is not None)  # fmt: skip
+
+    def chain(self, hopper: Any, q, k, erase: bool) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        """Describe to the copy engine q, r and k, and what is of pairs of tokens; and return the kernels' constants."""
+        nkeys = q.shape[3]
+        block = 64 if nkeys <= 64 else 128
+        consts = {"C": 64, "N": block, "P": 64, "STAGES": 2 if self.keyed else self.config["hopper_stages"],
+                  "KEYED": self.keyed, "ERASE": erase, "VARLEN": self.varlen}  # fmt: skip
+        if self.keyed:
+            view = {"shape": [1, 1, self.cells * 64, nkeys], "strides": [8, 8, nkeys, 1],
+                    "block_shape": [1, 1, 64, block], "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+            views = [view, view if erase else {}, view]
+        else:
+            views = [tile_view(hopper, q, block), {}, tile_view(hopper, k, block)]
+        return views, square_view(hopper, self.cells), consts
 
     def __call__(self, stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens, X=None, more=None) -> tuple[Any, ...]:
         """Prepare `chain`: queries, read keys, keys, T, P, rows, decays; and the sums of decays per key.
@@ -234,8 +256,7 @@ class Forward:
         }  # fmt: skip
         options = {"num_warps": config["warps"], "num_stages": config["stages"]}
         segments = self.nsegments
-        self.hopper = bool(config["hopper"] and chunks.chunk == 64 and block_p == 64 and nkeys <= 128 and r is None
-                           and hopper_fits(q, k, v) and gluon(*HOPPER) is not None)  # fmt: skip
+        self.hopper = bool(config["hopper"] and block_p == 64 and chunks.hopper_chain(q, k, v, r))
         if self.hopper:
             self._plan_hopper(q, k, v, erase, blocks, maps)
         else:
@@ -263,30 +284,17 @@ class Forward:
         """Plan the kernel in Gluon, and describe its tensors to the copy engine."""
         from refold.ops.torch.tma_launch import MappedLaunch
 
-        hopper: Any = gluon(*HOPPER)
-        chunks = self.chunks
-        nheads, nkeys = v.shape[2], q.shape[3]
-        cells = chunks.nslots * nheads
-        block = 64 if nkeys <= 64 else 128
-        square = square_view(hopper, cells)
-        keyed = {"shape": [1, 1, cells * 64, nkeys], "strides": [8, 8, nkeys, 1], "block_shape": [1, 1, 64, block],
-                 "layout": hopper.tile_layout(16, 4)}  # fmt: skip
-        if chunks.keyed:
-            q_view, r_view, k_view = keyed, keyed if erase else {}, keyed
-        else:
-            q_view, r_view, k_view = tile_view(hopper, q, block), {}, tile_view(hopper, k, block)
+        hopper: Any = in_gluon("chain")
+        chunks, nheads = self.chunks, v.shape[2]
+        (q_view, r_view, k_view), square, consts = chunks.chain(hopper, q, k, erase)
         v_view, y_view = tile_view(hopper, v, 64), tile_view(hopper, torch.empty(v.shape, device="meta"), 64)
-        consts = {"C": 64, "N": block, "P": 64, "KEYED": chunks.keyed, "ERASE": erase, "VARLEN": chunks.varlen}
-        stages = 2 if chunks.keyed else chunks.config["hopper_stages"]
         self.scan = MappedLaunch(
             hopper._delta_chain_hopper_kernel, (nheads * blocks, self.nsegments, chunks.nseqs),
-            {**consts, "STAGES": stages, "OUTPUT": True}, {"num_warps": 4},
-            [q_view, r_view, k_view, v_view, square, square, y_view],
+            {**consts, "GIVES": "outputs"}, {"num_warps": 4}, [q_view, r_view, k_view, v_view, square, square, y_view],
         )  # fmt: skip
         self.state = MappedLaunch(
             hopper._delta_chain_hopper_kernel, (nheads * (blocks + maps), self.nsegments - 1, chunks.nseqs),
-            {**consts, "STAGES": stages, "OUTPUT": False}, {"num_warps": 4, "maxnreg": 168},
-            [{}, r_view, k_view, v_view, square, {}, {}],
+            {**consts, "GIVES": "maps"}, {"num_warps": 4, "maxnreg": 168}, [{}, r_view, k_view, v_view, square],
         )  # fmt: skip
 
     def __call__(self, q, k, v, g, beta, r, A_log, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,14 +306,15 @@ class Forward:
         if self.nsegments > 1:
             after, before = self.new_after(), self.new_before()
             if self.hopper:
-                self.state(stream, None, r, k, v, T, None, None, rows, decay, None, None, cu_seqlens, None, None, after,
-                           *self.ints)  # fmt: skip
+                self.state(stream, None, r, k, v, T, None, None, None, None, rows, decay, None, None, cu_seqlens, None,
+                           None, after, *self.ints)  # fmt: skip
             else:
                 self.state(stream, q, r, k, v, T, P, rows, decay, None, None, cu_seqlens, y, final, after, None, None,
                            *self.ints)  # fmt: skip
             self.pass_(stream, after, initial, before, *self.pass_ints)
         if self.hopper:
-            self.scan(stream, q, r, k, v, T, P, y, rows, decay, initial, before, cu_seqlens, y, final, None, *self.ints)
+            self.scan(stream, q, r, k, v, T, P, y, None, None, rows, decay, initial, before, cu_seqlens, y, final, None,
+                      *self.ints)  # fmt: skip
         else:
             self.scan(stream, q, r, k, v, T, P, rows, decay, initial, before, cu_seqlens, y, final, None, None, None,
                       *self.ints)  # fmt: skip

@@ -6,8 +6,10 @@ what is in registers already, so nothing of the chain from chunk to chunk goes t
 
     x = v - read * (state kᵀ)      u = x Tᵀ      state = decay * state + (write * u) k
 
-It leaves 16-bit copies of the state and of u for a second warp group, which forms y = query * (q stateᵀ) + P uᵀ. One
-warp loads tiles through the copy engine, some chunks ahead.
+It leaves 16-bit copies of the state and of u for a second warp group, which forms y = query * (q stateᵀ) + P uᵀ; or
+writes them to memory, for a backward pass. One warp loads tiles through the copy engine, some chunks ahead.
+
+GIVES says what a kernel writes: "outputs", "states" (with u), or "maps" of segments.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from refold.ops.triton.gluon import barrier, load_tile, store_tile
 from refold.ops.triton.gluon import tile_layout as tile_layout
@@ -35,15 +37,15 @@ def _least(a, b):
 @gluon.jit
 def _fetch(
     given, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr, KEYED: gl.constexpr,
-    ERASE: gl.constexpr, OUTPUT: gl.constexpr, VARLEN: gl.constexpr,
+    ERASE: gl.constexpr, GIVES: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """One warp: fills a stage of shared memory a chunk, as soon as all warp groups are done with it."""
     (
         q_desc, r_desc, k_desc, v_desc, T_desc, P_desc, q_smem, r_smem, k_smem, v_smem, T_smem, P_smem, full, empty,
         row_b, begin, pid_h, pid_g, tile, first, count, slot, nheads,
     ) = given  # fmt: skip
-    more: gl.constexpr = (1 if KEYED and ERASE else 0) + (1 if OUTPUT else 0)
-    size: gl.constexpr = (C * N * (1 + more) + C * P + C * C * (2 if OUTPUT else 1)) * 2
+    more: gl.constexpr = (1 if KEYED and ERASE else 0) + (1 if GIVES == "outputs" else 0)
+    size: gl.constexpr = (C * N * (1 + more) + C * P + C * C * (2 if GIVES == "outputs" else 1)) * 2
     gdc_wait()
     for i in range(count):
         stage = i % STAGES
@@ -60,12 +62,20 @@ def _fetch(
             load_tile(k_desc, [row_b, pid_g, start, 0], bar, k_smem.index(stage))
         load_tile(v_desc, [row_b, pid_h, start, tile * P], bar, v_smem.index(stage))
         load_tile(T_desc, [row, 0], bar, T_smem.index(stage))
-        if OUTPUT:
+        if GIVES == "outputs":
             if KEYED:
                 load_tile(q_desc, [0, 0, row, 0], bar, q_smem.index(stage))
             else:
                 load_tile(q_desc, [row_b, pid_g, start, 0], bar, q_smem.index(stage))
             load_tile(P_desc, [row, 0], bar, P_smem.index(stage))
+
+
+@gluon.jit
+def clear_tail(tile, left, layout: gl.constexpr):
+    """Put zeros in place of rows ``left`` and later: those of the next sequence, which may not be finite."""
+    values = tile.load(layout)
+    offs = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+    tile.store(gl.where((offs < left)[:, None], values, 0.0).to(tile.dtype))
 
 
 @gluon.jit
@@ -80,15 +90,26 @@ def _load_rows(rows_ptr, row, offs_t, C: gl.constexpr, KEYED: gl.constexpr):
 
 
 @gluon.jit
+def _decayed(state, decay, x, KEYED: gl.constexpr, layout: gl.constexpr):
+    """Return the state times its decay, NaN where x is not finite; and NaN if any of x is not, else zero."""
+    spoilt = gl.sum(x * 0.0, 1)  # zero, or NaN
+    rows = gl.convert_layout(spoilt, gl.SliceLayout(1, layout))
+    if KEYED:
+        return state * (rows[:, None] + decay[None, :]), gl.sum(spoilt, 0)
+    else:
+        return state * (rows + decay)[:, None], gl.sum(spoilt, 0)
+
+
+@gluon.jit
 def _walk(
     given, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr, KEYED: gl.constexpr,
-    ERASE: gl.constexpr, OUTPUT: gl.constexpr, VARLEN: gl.constexpr,
+    ERASE: gl.constexpr, GIVES: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """One warp group: the state of one tile of values, chunk by chunk."""
     (
-        r_smem, k_smem, v_smem, T_smem, rows_smem, state_smem, u_smem, bad_smem, verdict_smem, full, empty,
-        published, read, u_full, u_empty, rows_ptr, decay_ptr, initial_ptr, before_ptr, final_ptr, after_ptr,
-        tokens, seq, pid_s, pid_h, tile, first, count, slot, nsegments, nheads, nkeys, nvalues,
+        entering_desc, u_desc, r_smem, k_smem, v_smem, T_smem, rows_smem, state_smem, u_smem, bad_smem, verdict_smem,
+        full, empty, published, read, u_full, u_empty, rows_ptr, decay_ptr, initial_ptr, before_ptr, final_ptr,
+        after_ptr, tokens, seq, pid_s, pid_h, tile, first, count, slot, nsegments, nheads, nkeys, nvalues,
         stride_i_s, stride_i_h, stride_i_n, stride_i_p,
     ) = given  # fmt: skip
     dtype: gl.constexpr = k_smem.dtype
@@ -105,7 +126,9 @@ def _walk(
     inside = (offs_p < nvalues)[:, None] & (offs_n < nkeys)[None, :]
     state = gl.zeros([P, N], gl.float32, layout=acc_s)
     gdc_wait()
-    if OUTPUT:
+    if GIVES == "states":
+        gdc_launch_dependents()  # the walk back needs what this one waited for, and nothing of this one
+    if GIVES != "maps":
         if before_ptr is not None:
             before = ((head * nsegments + pid_s) * nvalues + offs_p[:, None]) * nkeys + offs_n[None, :]
             state = gl.load(before_ptr + before, mask=inside, other=0.0)
@@ -135,9 +158,7 @@ def _walk(
         if VARLEN and not KEYED:  # noqa: SIM102 (a constant, then a value)
             # What is not finite in the next sequence, which begins here, would reach this one.
             if left < C:
-                keys = k_tile.load(flat)
-                offs = gl.arange(0, C, layout=gl.SliceLayout(1, flat))
-                k_tile.store(gl.where((offs < left)[:, None], keys, 0.0).to(dtype))
+                clear_tail(k_tile, left, flat)
                 fence_async_shared()
                 barrier()
         narrow = state.to(dtype)
@@ -148,15 +169,22 @@ def _walk(
                 r_tile = r_smem.index(stage).reshape([C, N])
             narrow_op = gl.convert_layout(narrow, op_c)
             x = warpgroup_mma(narrow_op, r_tile.permute((1, 0)), x, use_acc=False, is_async=True)
-        if OUTPUT:
+        if GIVES == "outputs":
             mbarrier.wait(read.index(0), (i & 1) ^ 1)
             state_smem.store(narrow)
             fence_async_shared()
+        elif GIVES == "states":
+            tma.store_wait(2)  # of the last chunk but one
         # Every warp has waited for the products of the last chunk: its tiles are free.
         barrier()
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        if OUTPUT:
+        if GIVES == "outputs":
             mbarrier.arrive(published.index(0), count=1)
+        elif GIVES == "states":
+            state_smem.index(half).reshape([P, N]).store(narrow)
+            fence_async_shared()
+            barrier()
+            store_tile(entering_desc, [0, row.to(gl.int32), tile * P, 0], state_smem.index(half))
         v = v_smem.index(stage).reshape([C, P]).permute((1, 0)).load(acc_c).to(gl.float32)
         factor = rows_smem.index(half * 2).load(gl.SliceLayout(0, acc_c))
         if ERASE:
@@ -168,15 +196,14 @@ def _walk(
             x = gl.where((cols < left)[None, :], x, 0.0)
         u = gl.zeros([P, C], gl.float32, layout=acc_c)
         T_tile = T_smem.index(stage).permute((1, 0))
-        u = warpgroup_mma(gl.convert_layout(x.to(dtype), op_c), T_tile, u, use_acc=False, is_async=True)
-        spoilt = gl.sum(x * 0.0, 1)  # zero, or NaN
-        verdict = gl.sum(spoilt, 0)
-        spoilt = gl.convert_layout(spoilt, gl.SliceLayout(1, acc_s))
         if KEYED:
             decay = gl.load(decay_ptr + row * nkeys + offs_n, mask=offs_n < nkeys, other=0.0)
-            state = state * (spoilt[:, None] + decay[None, :])
-        else:
-            state = state * (spoilt + decay)[:, None]
+        verdict = decay_next * 0.0
+        if not ERASE:  # ptxas would wait for the product that starts now, since it has waited for none of this chunk
+            state, verdict = _decayed(state, decay, x, KEYED, acc_s)
+        u = warpgroup_mma(gl.convert_layout(x.to(dtype), op_c), T_tile, u, use_acc=False, is_async=True)
+        if ERASE:
+            state, verdict = _decayed(state, decay, x, KEYED, acc_s)
         u = warpgroup_mma_wait(0, deps=[u])
         if verdict != 0.0:
             # Zero times NaN is NaN: in the product, what is not finite has reached the tokens before it as well. So
@@ -185,15 +212,23 @@ def _walk(
             clean = gl.where(finite, x, 0.0).to(dtype)
             u = warpgroup_mma(gl.convert_layout(clean, op_c), T_tile, u, use_acc=False, is_async=True)
             u = warpgroup_mma_wait(0, deps=[u])
-            if OUTPUT:
+            bad = gl.reduce(gl.where(finite, C, cols[None, :]), 1, _least).to(gl.int32)
+            if GIVES == "outputs":
                 mbarrier.wait(u_empty.index(0), (i & 1) ^ 1)
-                bad_smem.store(gl.reduce(gl.where(finite, C, cols[None, :]), 1, _least).to(gl.int32))
+                bad_smem.store(bad)
+            elif GIVES == "states":
+                u = gl.where(cols[None, :] >= bad[:, None], float("nan"), u)
         written = u
         if not KEYED:
             written = u * rows_smem.index(half * 2 + 1).load(gl.SliceLayout(0, acc_c))[None, :]
         written = gl.convert_layout(written.to(dtype), op_s)
         state = warpgroup_mma(written, k_tile, state, is_async=True)
-        if OUTPUT:
+        if GIVES == "states":
+            u_smem.index(half).reshape([C, P]).permute((1, 0)).store(u.to(dtype))
+            fence_async_shared()
+            barrier()
+            store_tile(u_desc, [0, 0, row.to(gl.int32) * C, tile * P], u_smem.index(half))
+        if GIVES == "outputs":
             mbarrier.wait(u_empty.index(0), (i & 1) ^ 1)
             u_smem.store(u.to(dtype))
             verdict_smem.store(gl.zeros([1], gl.float32, layout=line) + verdict)
@@ -202,7 +237,9 @@ def _walk(
             mbarrier.arrive(u_full.index(0), count=1)
         # Waited for at once: of a sum in flight over the end of a loop, ptxas runs every product alone.
         state = warpgroup_mma_wait(0, deps=[state])
-    if OUTPUT:
+    if GIVES == "states":
+        tma.store_wait(0)
+    elif GIVES == "outputs":
         if pid_s == nsegments - 1:
             state_at = offs_n[None, :].to(gl.int64) * nvalues + offs_p[:, None]
             gl.store(final_ptr + head * nkeys * nvalues + state_at, state, mask=inside)
@@ -216,7 +253,7 @@ def _walk(
 @gluon.jit
 def _put_out(
     given, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr, KEYED: gl.constexpr,
-    ERASE: gl.constexpr, OUTPUT: gl.constexpr, VARLEN: gl.constexpr,
+    ERASE: gl.constexpr, GIVES: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """One warp group: the outputs of one tile of values, chunk by chunk."""
     (
@@ -275,18 +312,18 @@ def _put_out(
 
 @gluon.jit
 def _delta_chain_hopper_kernel(
-    q_desc, r_desc, k_desc, v_desc, T_desc, P_desc, y_desc,
+    q_desc, r_desc, k_desc, v_desc, T_desc, P_desc, y_desc, entering_desc, u_desc,
     rows_ptr, decay_ptr, initial_ptr, before_ptr, cu_seqlens_ptr, y_ptr, final_ptr, after_ptr,
     seqlen, nchunks, nsegments, nheads, ngroups, nkeys, nvalues, stride_i_s, stride_i_h, stride_i_n, stride_i_p,
     C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr, KEYED: gl.constexpr,
-    ERASE: gl.constexpr, OUTPUT: gl.constexpr, VARLEN: gl.constexpr,
+    ERASE: gl.constexpr, GIVES: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Grid (heads x tiles, segments, sequences): as `_delta_chain_kernel`.
 
     Tiles past the values are those of the map: the copy engine reads zeros as their values.
     """
     tiles = gl.cdiv(nvalues, P)
-    if not OUTPUT:
+    if GIVES == "maps":
         tiles += gl.cdiv(nkeys, P)
     pid_h = gl.program_id(0) // tiles
     tile = gl.program_id(0) % tiles
@@ -322,7 +359,10 @@ def _delta_chain_hopper_kernel(
     verdict_smem = T_smem
     if KEYED and ERASE:
         r_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, N], k_desc.layout)
-    if OUTPUT:
+    if GIVES == "states":
+        state_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, P, N], entering_desc.layout)
+        u_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, C, P], u_desc.layout)
+    if GIVES == "outputs":
         q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, N], q_desc.layout)
         P_smem = gl.allocate_shared_memory(dtype, [STAGES, C, C], P_desc.layout)
         y_smem = gl.allocate_shared_memory(dtype, [1, 1, C, P], y_desc.layout)
@@ -339,7 +379,7 @@ def _delta_chain_hopper_kernel(
     u_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2 if OUTPUT else 1)
+        mbarrier.init(empty.index(i), count=2 if GIVES == "outputs" else 1)
     mbarrier.init(published.index(0), count=1)
     mbarrier.init(read.index(0), count=1)
     mbarrier.init(u_full.index(0), count=1)
@@ -351,9 +391,9 @@ def _delta_chain_hopper_kernel(
         row_b, begin, pid_h, pid_g, tile, first, count, slot, nheads,
     )  # fmt: skip
     walk = (
-        r_smem, k_smem, v_smem, T_smem, rows_smem, state_smem, u_smem, bad_smem, verdict_smem, full, empty,
-        published, read, u_full, u_empty, rows_ptr, decay_ptr, initial_ptr, before_ptr, final_ptr, after_ptr,
-        tokens, seq, pid_s, pid_h, tile, first, count, slot, nsegments, nheads, nkeys, nvalues,
+        entering_desc, u_desc, r_smem, k_smem, v_smem, T_smem, rows_smem, state_smem, u_smem, bad_smem, verdict_smem,
+        full, empty, published, read, u_full, u_empty, rows_ptr, decay_ptr, initial_ptr, before_ptr, final_ptr,
+        after_ptr, tokens, seq, pid_s, pid_h, tile, first, count, slot, nsegments, nheads, nkeys, nvalues,
         stride_i_s, stride_i_h, stride_i_n, stride_i_p,
     )  # fmt: skip
     outputs = (
@@ -361,12 +401,12 @@ def _delta_chain_hopper_kernel(
         published, read, u_full, u_empty, rows_ptr, y_ptr,
         row_b, begin, tokens, pid_h, tile, first, count, slot, seqlen, nheads, nvalues,
     )  # fmt: skip
-    if OUTPUT:
+    if GIVES == "outputs":
         gl.warp_specialize(
             [
-                (_walk, (walk, C, N, P, STAGES, KEYED, ERASE, OUTPUT, VARLEN)),
-                (_put_out, (outputs, C, N, P, STAGES, KEYED, ERASE, OUTPUT, VARLEN)),
-                (_fetch, (fetch, C, N, P, STAGES, KEYED, ERASE, OUTPUT, VARLEN)),
+                (_walk, (walk, C, N, P, STAGES, KEYED, ERASE, GIVES, VARLEN)),
+                (_put_out, (outputs, C, N, P, STAGES, KEYED, ERASE, GIVES, VARLEN)),
+                (_fetch, (fetch, C, N, P, STAGES, KEYED, ERASE, GIVES, VARLEN)),
             ],
             [4, 1],
             [128, 24],
@@ -374,8 +414,8 @@ def _delta_chain_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_walk, (walk, C, N, P, STAGES, KEYED, ERASE, OUTPUT, VARLEN)),
-                (_fetch, (fetch, C, N, P, STAGES, KEYED, ERASE, OUTPUT, VARLEN)),
+                (_walk, (walk, C, N, P, STAGES, KEYED, ERASE, GIVES, VARLEN)),
+                (_fetch, (fetch, C, N, P, STAGES, KEYED, ERASE, GIVES, VARLEN)),
             ],
             [1],
             [24],
