@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from refold.ops.triton.gluon import barrier, exp2, load_tile, offset, seen_as_type, store_tile
+from refold.ops.triton.gluon import barrier, exp2, load_tile, offset, seen_as, store_tile
 from refold.ops.triton.gluon import tile_layout as tile_layout
 
 # a times b for blocks of 16 x 16 in float16, one per warp. A thread has eight elements of each, in the order of the
@@ -236,9 +236,11 @@ def _delta_prepare_hopper_kernel(
                 grown = grown * factor_smem.load(by_col)[None, :]
                 L = _lower(k_k, k_factor * beta, grown, rows, cols)
                 X = gl.where(rows[:, None] == cols[None, :], 1.0, 0.0) - gl.where(_pairs(rows, cols, 0), L, 0.0)
-                X = _levels(L.to(dtype), X, rows, cols, seen_as_type(x_smem, dtype), seen_as_type(y_smem, dtype), 1, 6)
+                X = _levels(
+                    L.to(dtype), X, rows, cols, seen_as(x_smem, dtype=dtype), seen_as(y_smem, dtype=dtype), 1, 6
+                )
     if X_desc is not None:
-        _put(X_desc, place, X, seen_as_type(x_smem, dtype))
+        _put(X_desc, place, X, seen_as(x_smem, dtype=dtype))
     beta_col = gl.load(at_more + cols)
     beta_col = gl.where(gl.abs(beta_col) < float("inf"), beta_col, 0.0)
     _put(T_desc, place, X * beta_col[None, :], T_smem)

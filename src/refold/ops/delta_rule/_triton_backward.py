@@ -236,13 +236,15 @@ class Backward:
         (_, seqlen, nheads, nvalues), (ngroups, nkeys), chunks = v.shape, q.shape[2:], self.chunks
         states, tiles = self._views(hopper, v, nkeys)
         views = [*(tile_view(hopper, a, 128) for a in (q, k)), *(tile_view(hopper, a, 64) for a in (v, dy))]
+        results = [tile_view(hopper, torch.empty(a.shape, device="meta"), 128) for a in (q, k)]
+        items = chunks.nslots * ngroups
         self.pairs_hopper = MappedLaunch(
-            hopper._delta_pairs_hopper_kernel, (chunks.nslots, ngroups),
+            hopper._delta_pairs_hopper_kernel, (min(items, device_limits(v.device)[0]),),
             {"C": 64, "N": 128, "P": 64, "BLOCKS": triton.cdiv(nvalues, 64), "NORMALIZE": normalize,
              "EPS": forward.NORM_EPS.value},
-            {"num_warps": 8}, [*views, tiles, tiles, states, states],
+            {"num_warps": 8}, [*views, tiles, tiles, states, states, *results],
         )  # fmt: skip
-        self.hopper_ints = (seqlen, chunks.nchunks, nheads, ngroups, nkeys, self.scale)
+        self.hopper_ints = (seqlen, chunks.nchunks, items, ngroups, nheads // ngroups, self.scale)
 
     def _plan_chains(self, device, config: dict[str, Any], nseqs: int, sizes: tuple[int, ...], erase: bool) -> None:
         """Plan what walks over chunks, in both directions of time."""
@@ -345,7 +347,7 @@ class Backward:
         else:
             done = int(self.hopper)  # what does again what is not finite is left
             if self.hopper:
-                self.pairs_hopper(stream, q, k, v, dy, u, w, entering, leaving, more, grads["q"], grads["k"], dg, dbeta,
+                self.pairs_hopper(stream, q, k, v, dy, u, w, entering, leaving, grads["q"], grads["k"], more, dg, dbeta,
                                   flags, *self.hopper_ints)  # fmt: skip
             for queries, keys in zip(self.queries[done:], self.pairs[done:], strict=True):
                 queries(stream, q, k, dy, P, more, entering, u, cu_seqlens, flags, grads["q"], dgq, *self.ints,

@@ -64,21 +64,15 @@ def softplus(v):
 
 
 @gluon.jit
-def seen_as(tile, layout: gl.constexpr):
-    """Return the same shared memory under another layout."""
+def seen_as(tile, layout: gl.constexpr = None, dtype: gl.constexpr = None, shape: gl.constexpr = None):
+    """Return the same shared memory under another layout, of elements of another type as wide, in another shape."""
+    to_layout: gl.constexpr = tile.layout if layout is None else layout
+    to_dtype: gl.constexpr = tile.dtype if dtype is None else dtype
+    to_shape: gl.constexpr = tile.shape if shape is None else shape
     if _REINTERPRET:
-        return tile.reinterpret(tile.dtype, tile.shape, layout)
+        return tile.reinterpret(to_dtype, to_shape, to_layout)
     else:
-        return tile._reinterpret(tile.dtype, tile.shape, layout)
-
-
-@gluon.jit
-def seen_as_type(tile, dtype: gl.constexpr):
-    """Return the same shared memory with elements of another type, as wide."""
-    if _REINTERPRET:
-        return tile.reinterpret(dtype, tile.shape, tile.layout)
-    else:
-        return tile._reinterpret(dtype, tile.shape, tile.layout)
+        return tile._reinterpret(to_dtype, to_shape, to_layout)
 
 
 @gluon.jit
