@@ -1,7 +1,11 @@
 """What a first call costs: kernels that compile side by side, few variants of them, and few operations in them."""
 
 import re
+import sys
 from collections import Counter
+from contextlib import suppress
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +15,11 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
+from refold.ops.backends import absence  # noqa: E402
 from refold.ops.linear_scan import _triton as scan  # noqa: E402
+from refold.ops.spec import load, operators  # noqa: E402
+from refold.ops.testing.frameworks import frame_of  # noqa: E402
+from refold.ops.testing.problems import problem  # noqa: E402
 from refold.ops.torch import launch  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -121,3 +129,47 @@ def test_the_backward_of_a_scan_is_few_operations(compiled):
     assert 20 <= text.count("tt.load") <= 30
     assert 500 < len(re.findall(r"^ +(?:%.* = )?\"?(?:tt|ttg|arith|scf|math)\.", text, re.MULTILINE)) < 1000
     assert "local_alloc" not in text  # each thread has all tokens of its channels
+
+
+class Read(Exception):
+    """Triton has read a kernel; the rest of its compile is left out."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in operators() if absence(load(name), "triton") is None])
+def test_triton_reads_every_kernel(compiled, monkeypatch, name, dtype):
+    """The interpreter cannot show it: it runs Python, where both branches of an if may return what they like."""
+    spec, through = load(name), launch.Launch._through_triton
+
+    def read(*module):
+        raise Read
+
+    def stop(backend=None, stages=(), *known):
+        if backend is None:
+            return "read", "read"  # what the hook adds to the key of a kernel
+        stages.update(dict.fromkeys(stages, read))
+        return None
+
+    def reads(self, args):
+        with suppress(Read):
+            through(self, args)
+
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", stop)
+    monkeypatch.setattr(launch, "compile_together", lambda *known: None)
+    monkeypatch.setattr(launch, "_compiling", SimpleNamespace(get=lambda: True))
+    monkeypatch.setattr(launch.private, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(launch.Launch, "_through_triton", reads)
+    module = import_module(f"{spec.module}._triton")
+    for part in [part for key, part in sys.modules.items() if key.startswith(f"{spec.module}._triton")]:
+        if hasattr(part, "INTERPRETED"):
+            monkeypatch.setattr(part, "INTERPRETED", False)
+    for case in [case for case in spec.cases() if case.name in (spec.complete, spec.cases()[0].name)]:
+        given = problem(spec, case, dtype)
+        arrays = {key: frame_of("triton").array(a, given.dtype_of(key)) for key, a in given.arrays.items()}
+        arguments = {arg.name: arrays.get(arg.name) for arg in spec.args} | given.all_options()
+        results = getattr(module, name)(**arguments)
+        results = results if isinstance(results, tuple) else (results,)
+        gradients = {f"d{out.name}": result for out, result in zip(spec.outputs, results, strict=True)}
+        if backward := getattr(module, f"{name}_backward", None):
+            backward(**gradients, **arguments, needs=frozenset(arrays))
+    assert compiled

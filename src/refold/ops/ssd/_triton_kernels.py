@@ -66,8 +66,10 @@ def load_rates(A_ptr, offs_h, heads):
 def log2_decays(step, A, WIDE: tl.constexpr):
     """Return log2 of decays, at least -256: that leaves nothing, and less would lose what sums add to it."""
     if WIDE:
-        return clip(step.to(tl.float64) * A.to(tl.float64)[:, None] * tl.full((1, 1), LOG2E, tl.float64), -256.0, 256.0)
-    return clip(step * (A * LOG2E)[:, None], -256.0, 256.0)
+        found = step.to(tl.float64) * A.to(tl.float64)[:, None] * tl.full((1, 1), LOG2E, tl.float64)
+    else:
+        found = step * (A * LOG2E)[:, None]
+    return clip(found, -256.0, 256.0)  # one return: Triton reads what follows a return in an if, and wants its type
 
 
 @triton.jit
