@@ -1,7 +1,7 @@
 """What the delta rule's backward sums over pairs of tokens of a chunk, on Hopper, for one decay per head.
 
-It replaces `_delta_bwd_queries_kernel` and `_delta_bwd_keys_kernel` for bfloat16, chunks of 64 tokens, 65 to 128 keys,
-and what is read being the keys; their second launches do again what has values that are not finite. A program takes
+It replaces `_delta_bwd_pairs_kernel` for bfloat16, chunks of 64 tokens, 65 to 128 keys,
+and what is read being the keys; its second launch does again what has values that are not finite. A program takes
 one item, a chunk of a group, after the other: one warp loads tiles through the copy engine, each as soon as it is free,
 and eight warps keep the gradients of q and k in registers until the last head of the group. Head i of an item is cell
 ``item * heads + i``. With D, the gradient of the state after the chunk,
@@ -318,7 +318,7 @@ def _delta_pairs_hopper_kernel(
     C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, BLOCKS: gl.constexpr, NORMALIZE: gl.constexpr,
     EPS: gl.constexpr,
 ):  # fmt: skip
-    """Any grid (programs): as `_delta_bwd_queries_kernel` and `_delta_bwd_keys_kernel` after it."""
+    """Any grid (programs): as `_delta_bwd_pairs_kernel`."""
     first = gl.program_id(0)
     step = gl.num_programs(0)
     count = gl.cdiv(items - first, step)

@@ -178,12 +178,9 @@ class Backward:
             self.new_flags = fresh((nslots * nheads * slices,), torch.int32, device)
             return
         consts |= {"NORMALIZE": normalize, "TWO": v.dtype == torch.float32}
-        grid, stages = (nslots, ngroups), {"num_stages": config["pairs_stages"]}
-        self.queries = [Launch(kernels._delta_bwd_queries_kernel, grid, consts | c,
-                               {"num_warps": config["queries_warps"], **stages}) for c in careful]  # fmt: skip
-        self.pairs = [Launch(kernels._delta_bwd_keys_kernel, grid, consts | {"ERASE": erase} | c,
-                             {"num_warps": config["pairs_warps"], **stages}) for c in careful]  # fmt: skip
-        self.query_strides = (*q.stride()[:3], *k.stride()[:3], *dy.stride()[:3])
+        options = {"num_warps": config["pairs_warps"], "num_stages": config["pairs_stages"]}
+        self.pairs = [Launch(kernels._delta_bwd_pairs_kernel, (nslots, ngroups), consts | {"ERASE": erase} | c, options)
+                      for c in careful]  # fmt: skip
         self.new_dbeta = fresh((batch, seqlen, nheads), torch.float32, device)
         self.new_flags = fresh((nslots * ngroups,), torch.int32, device)
         self.hopper = bool(config["hopper_pairs"] and chunks.hopper and erase and not chunks.varlen
@@ -191,6 +188,7 @@ class Backward:
                            and in_gluon("pairs") is not None)  # fmt: skip
         if self.hopper:
             self._plan_hopper(q, k, v, dy, normalize)
+            del self.pairs[0]
 
     def _views(self, hopper: Any, v, nkeys: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Describe to the copy engine the states of chunks, and u and w."""
@@ -345,15 +343,12 @@ class Backward:
             finish_k(stream, dk_part, k, grads["k"], *self.finish_ints, 1.0, *k.stride()[:3])
             dbeta = None if dbeta is None else dbeta.sum(-1)
         else:
-            done = int(self.hopper)  # what does again what is not finite is left
             if self.hopper:
                 self.pairs_hopper(stream, q, k, v, dy, u, w, entering, leaving, grads["q"], grads["k"], more, dg, dbeta,
                                   flags, *self.hopper_ints)  # fmt: skip
-            for queries, keys in zip(self.queries[done:], self.pairs[done:], strict=True):
-                queries(stream, q, k, dy, P, more, entering, u, cu_seqlens, flags, grads["q"], dgq, *self.ints,
-                        self.scale, *self.query_strides)  # fmt: skip
-                keys(stream, q, r, k, v, g, dy, rows, more, entering, leaving, u, w, cu_seqlens, flags, dgq, grads["k"],
-                     dr, dg, dbeta, *self.ints, *self.strides)  # fmt: skip
+            for pairs in self.pairs:
+                pairs(stream, q, r, k, v, g, dy, P, rows, more, entering, leaving, u, w, cu_seqlens, flags, grads["q"],
+                      dgq, grads["k"], dr, dg, dbeta, *self.ints, self.scale, *self.strides)  # fmt: skip
         if dr is not None:
             grads["r"] = dr
         if dg is not None:

@@ -5,7 +5,7 @@ X = (I + diag(beta) M)⁻¹ with M = strict(R Kᵀ) ∘ e^(c_i - c_j). Then
 
     chain   walks over the chunks from the last one, with the transposed gradient D of the state in registers:
             dU = Pᵀ dY + K⁻ D      W = Xᵀ dU      dV = beta W      D' = e^c_last D + (Q⁺)ᵀ dY - (R⁺)ᵀ dV
-    queries, keys   per chunk and group: what is left is sums over pairs of tokens of a chunk and over a state. With
+    pairs   per chunk and group: what is left is sums over pairs of tokens of a chunk and over a state. With
             A = tril(dY Uᵀ) and B = -strict(W Uᵀ), of diag(beta) M,
             dQ = e^c (dY Sᵀ) + (A ∘ e^(c_i - c_j)) K, ...
     keyed   the same with a decay per key, per chunk, head and slice of keys: level by level, as in `prepare_keyed`
@@ -324,29 +324,18 @@ def _where_spoiled(gradient, count):
 
 
 @triton.jit
-def _delta_bwd_queries_kernel(
-    q_ptr, k_ptr, dy_ptr, P_ptr, more_ptr, entering_ptr, u_ptr, cu_seqlens_ptr, flags_ptr, dq_ptr, dg_ptr,
-    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues, scale,
+def _queries(
+    q_ptr, k_ptr, dy_ptr, P_ptr, more_ptr, entering_ptr, u_ptr, flags_ptr, dq_ptr, dg_ptr,
+    slot, pid_g, batch, start, length, flag, seqlen, nheads, ngroups, nkeys, nvalues, scale,
     stride_q_b, stride_q_t, stride_q_g, stride_k_b, stride_k_t, stride_k_g, stride_dy_b, stride_dy_t, stride_dy_h,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    NORMALIZE: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    NORMALIZE: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, groups): a program goes over the heads of a group, and writes the gradient of q.
+    """Write the gradient of q, which stays in registers until the last head.
 
-    That stays in registers until the last head. Writes also what queries add to the gradient of the log decays, and a
-    flag: whether the gradient is not finite somewhere. CAREFUL: where the flag is up, writes all again, with NaN for
-    what the definition spoils, and for no more.
+    Writes also what queries add to the gradient of the log decays, and a flag: whether the gradient is not finite
+    somewhere.
     """
-    slot = tl.program_id(0)
-    pid_g = tl.program_id(1)
-    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
-    flag = slot.to(tl.int64) * ngroups + pid_g
-    nothing = length <= 0
-    if CAREFUL:
-        nothing = nothing | (tl.load(flags_ptr + flag) == 0)
-    if nothing:
-        return
-    batch, start = batch.to(tl.int64), start.to(tl.int64)
     heads = nheads // ngroups
     offs_t = tl.arange(0, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)
@@ -404,27 +393,16 @@ def _delta_bwd_queries_kernel(
 
 
 @triton.jit
-def _delta_bwd_keys_kernel(
+def _keys(
     q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
-    cu_seqlens_ptr, flags_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
-    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues,
+    flags_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
+    slot, pid_g, batch, start, length, flag, seqlen, nheads, ngroups, nkeys, nvalues,
     stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
     stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    NORMALIZE: tl.constexpr, ERASE: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    NORMALIZE: tl.constexpr, ERASE: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, groups): as `_delta_bwd_queries_kernel`, which ran before, for all other gradients but that of v."""
-    slot = tl.program_id(0)
-    pid_g = tl.program_id(1)
-    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
-    flag = slot.to(tl.int64) * ngroups + pid_g
-    nothing = length <= 0
-    if CAREFUL:
-        nothing = nothing | (tl.load(flags_ptr + flag) == 0)
-    if nothing:
-        return
-    batch, start = batch.to(tl.int64), start.to(tl.int64)
+    """Write all other gradients but that of v, after `_queries`, and raise its flag for them."""
     heads = nheads // ngroups
     offs_t = tl.arange(0, CHUNK)
     offs_n = tl.arange(0, BLOCK_N)
@@ -559,6 +537,49 @@ def _store_gradient(ptr, gradient, tile, first, pid_g, ngroups, nkeys, inside, N
 
 
 @triton.jit
+def _delta_bwd_pairs_kernel(
+    q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, P_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
+    cu_seqlens_ptr, flags_ptr, dq_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
+    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues, scale,
+    stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
+    stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
+    NORMALIZE: tl.constexpr, ERASE: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Grid (slots, groups): a program goes twice over the heads of a group, for queries and for keys.
+
+    Raises a flag where a gradient is not finite. CAREFUL: where the flag is up, writes all again, with NaN for what the
+    definition spoils, and for no more.
+    """
+    slot = tl.program_id(0)
+    pid_g = tl.program_id(1)
+    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    flag = slot.to(tl.int64) * ngroups + pid_g
+    nothing = length <= 0
+    if CAREFUL:
+        nothing = nothing | (tl.load(flags_ptr + flag) == 0)
+    if nothing:
+        return
+    batch, start = batch.to(tl.int64), start.to(tl.int64)
+    _queries(
+        q_ptr, k_ptr, dy_ptr, P_ptr, more_ptr, entering_ptr, u_ptr, flags_ptr, dq_ptr, dgq_ptr,
+        slot, pid_g, batch, start, length, flag, seqlen, nheads, ngroups, nkeys, nvalues, scale,
+        stride_q_b, stride_q_t, stride_q_g, stride_k_b, stride_k_t, stride_k_g, stride_dy_b, stride_dy_t, stride_dy_h,
+        CHUNK, BLOCK_N, BLOCK_P, BLOCKS_P, NORMALIZE, TWO, PRECISION, CAREFUL,
+    )  # fmt: skip
+    tl.debug_barrier()  # the second reads what the first wrote
+    _keys(
+        q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
+        flags_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
+        slot, pid_g, batch, start, length, flag, seqlen, nheads, ngroups, nkeys, nvalues,
+        stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
+        stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
+        CHUNK, BLOCK_N, BLOCK_P, BLOCKS_P, NORMALIZE, ERASE, TWO, PRECISION, CAREFUL,
+    )  # fmt: skip
+
+
+@triton.jit
 def _delta_bwd_keyed_kernel(
     q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, c_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
     cu_seqlens_ptr, flags_ptr, dq_ptr, dk_ptr, dr_ptr, dgq_ptr, dg_ptr, dbeta_ptr,
@@ -572,7 +593,7 @@ def _delta_bwd_keyed_kernel(
 
     LATER, which runs first: those of what the later token of a pair has, q, r and beta, and their part of that of the
     log decays. Else those of k and of the log decays. Those of q and k are of one head, float32, and of keys of length
-    one; that of beta is the share of the slice. Flags and CAREFUL as in `_delta_bwd_queries_kernel`.
+    one; that of beta is the share of the slice. Flags and CAREFUL as in `_delta_bwd_pairs_kernel`.
     """
     slot = tl.program_id(0)
     pid_h = tl.program_id(1)
