@@ -50,12 +50,12 @@ def log_decay_gradient(
     drate = None
     if lower_bound is not None:
         share = torch.sigmoid(raw if rate is None else rate * raw)
-        dlog = dlog * lower_bound * share * (1 - share)
-        drate = dlog * raw
-        draw = dlog if rate is None else dlog * rate
+        draw = torch.ops.aten.sigmoid_backward(dlog, share) * lower_bound
+        if rate is not None:
+            draw, drate = draw * rate, draw * raw
     elif rate is not None:
         drate = -dlog * F.softplus(raw)
-        draw = -dlog * rate * torch.where(raw > 20, 1.0, torch.sigmoid(raw))
+        draw = -rate * torch.ops.aten.softplus_backward(dlog, raw, 1.0, 20.0)
     else:
         draw = dlog
     grads = {"g": draw.reshape(g.shape)}

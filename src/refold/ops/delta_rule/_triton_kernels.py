@@ -30,6 +30,7 @@ from refold.ops.triton.slots import place, place_of_token, spread
 
 FLOOR = tl.constexpr(-110.0)  # e^-110 is zero in float32: a log decay below it, -inf too, is the same as this
 NORM_EPS = tl.constexpr(1e-6)
+NEAR = tl.constexpr(60.0)  # 2^60 times a key, and the squares of such, are in the range of bfloat16
 BF16 = tl.constexpr("widen" if launch.INTERPRETED else "ieee")
 
 
@@ -419,7 +420,21 @@ def _delta_prepare_keyed_kernel(
     # Of each pair of blocks of `size` tokens, the later one's first token is the reference: no exponent is positive.
     P = tl.where(offs_t[:, None] == offs_t[None, :], (tl.sum(q_wide * k_wide, axis=1) + own)[:, None], 0.0)
     L = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for level in range(0, LEVELS):
+    first = slot * 0
+    if dtype == tl.bfloat16:
+        # Where 8 tokens decay little enough for the range of bfloat16, 16 tokens have one reference, in their middle.
+        block = offs_t >> 4
+        reference = (block << 4) + 8
+        between = c - tl.load(c_rows + reference[:, None] * nkeys, mask=mask_n[None, :], other=0.0)
+        if tl.max(tl.max(tl.abs(between), axis=1), axis=0) < NEAR:
+            keys = tl.trans((k_wide * exp2(-between)).to(dtype))
+            grown = exp2(between)
+            pairs = (offs_t[:, None] > offs_t[None, :]) & (block[:, None] == block[None, :])
+            P += tl.where(pairs, dot((q_wide * grown).to(dtype), keys, None, PRECISION), 0.0)
+            if ERASE:
+                L += tl.where(pairs, dot((r_wide * grown).to(dtype), keys, None, PRECISION), 0.0)
+            first += 4
+    for level in range(first, LEVELS):
         block = offs_t >> level
         later = block % 2 == 1
         reference = ((block >> 1) * 2 + 1) << level
