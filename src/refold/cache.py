@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from .errors import ArgumentError
@@ -43,3 +44,20 @@ def at_home(folder: str | os.PathLike[str], name: str) -> Path:
         return Path(folder).expanduser()
     except RuntimeError:
         raise ArgumentError(f"{name} names {str(folder)!r}, a home that is not known. Give an absolute path.") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that other processes see all of it or none.
+
+    Raises:
+        OSError: The folder cannot be made, or written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise

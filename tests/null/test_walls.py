@@ -15,6 +15,7 @@ DOORS = (
     "ops/torch/private.py",
     "ops/torch/launch.py",
     "ops/torch/tma_launch.py",
+    "ops/torch/triton_key.py",
     "ops/selective_scan/_gluon",
     "ops/ssd/_gluon",
     "ops/delta_rule/_gluon",

@@ -1,7 +1,9 @@
 """What a first call costs: kernels that compile side by side, few variants of them, and few operations in them."""
 
+import os
 import re
 import sys
+import threading
 from collections import Counter
 from contextlib import suppress
 from importlib import import_module
@@ -20,13 +22,23 @@ from refold.ops.linear_scan import _triton as scan  # noqa: E402
 from refold.ops.spec import load, operators  # noqa: E402
 from refold.ops.testing.frameworks import frame_of  # noqa: E402
 from refold.ops.testing.problems import problem  # noqa: E402
-from refold.ops.torch import launch  # noqa: E402
+from refold.ops.torch import launch, triton_key  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class Device:
     """A device for which Triton compiles, and on which nothing can be launched."""
+
+    def __init__(self):
+        self.loaded = []
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+            load_binary=lambda name, *known: (self.loaded.append((name, threading.current_thread())), 1, 0, 0, 1024),
+        )
+
+    def launcher_cls(self, src, metadata):
+        return lambda *args: pytest.fail("nothing can be launched")
 
     def get_current_target(self):
         return HOPPER
@@ -69,8 +81,11 @@ def test_kernels_of_a_plan_are_compiled_and_not_launched(compiled):
         second(0, x, y)
         return y.sum()
 
-    launch.compile_together(plan, [x])  # a launch would fail: this device has no way to load a kernel
+    launch.compile_together(plan, [x])
     assert len(compiled) == 2
+    assert [name for name, thread in driver.active.loaded if thread is not threading.main_thread()] == [
+        "_double_kernel", "_double_kernel",
+    ]  # fmt: skip
     assert first.compiled is None
     for block in (16, 32):
         assert _double_kernel.warmup(x, x, BLOCK=block, grid=(1,)).asm["cubin"]
@@ -89,6 +104,74 @@ def test_a_kernel_that_does_not_compile_fails_at_its_launch(compiled):
     with pytest.raises(triton.CompilationError, match="never true"):
         wrong(0, x)
     launch.compile_together(lambda x: wrong(0, x), [x])  # no mode of Triton's was left behind
+
+
+def test_a_kernel_that_does_not_load_fails_at_its_launch(compiled, monkeypatch):
+    def fails(*known):
+        raise RuntimeError("CUDA error: out of memory")
+
+    (kernel,) = launches(_double_kernel, 64)
+    x = torch.ones(64)
+    monkeypatch.setattr(driver.active.utils, "load_binary", fails)
+    launch.compile_together(lambda x: kernel(0, x, x), [x])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        kernel(0, x, x)
+
+
+@pytest.fixture
+def triton_at(monkeypatch, tmp_path):
+    """A folder with two files, as if it were Triton's, whose hash is how often it was computed."""
+    hashed, folder = [], tmp_path / "triton"
+    (folder / "backends").mkdir(parents=True)
+    for name in ("__init__.py", "backends/libtriton.so"):
+        (folder / name).write_text("1")
+    monkeypatch.setenv("REFOLD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(triton, "__file__", str(folder / "__init__.py"))
+    monkeypatch.setattr(
+        triton_key.names, "triton_key", lambda: hashed.append(1) or f"{triton.__version__}-{len(hashed)}"
+    )
+    return folder
+
+
+def in_a_new_process():
+    own = triton_key.names.triton_key
+    triton_key.remember()
+    found = triton_key.names.triton_key()
+    triton_key.names.triton_key = own
+    return found.rpartition("-")[2]
+
+
+def test_triton_hashes_its_files_once(triton_at):
+    folder = triton_at
+    assert [in_a_new_process(), in_a_new_process()] == ["1", "1"]
+    library = folder / "backends" / "libtriton.so"
+    was = library.stat()
+    library.write_text("2")
+    os.utime(library, ns=(was.st_atime_ns, was.st_mtime_ns + 1))  # as large
+    assert [in_a_new_process(), in_a_new_process()] == ["2", "2"]
+    library.write_text("22")
+    os.utime(library, ns=(was.st_atime_ns, was.st_mtime_ns))  # as old
+    assert [in_a_new_process(), in_a_new_process()] == ["3", "3"]
+    (folder / "backends" / "new.py").write_text("")
+    assert in_a_new_process() == "4"
+    for kept in folder.parent.glob("cache/triton/*.key"):
+        kept.write_text("half a")
+    assert in_a_new_process() == "5"
+
+
+@pytest.mark.parametrize("cache", ["off", "~nobody-of-this-name/cache", "/dev/null/cache"])
+def test_triton_hashes_its_files_where_nothing_is_kept(triton_at, monkeypatch, cache):
+    monkeypatch.setenv("REFOLD_CACHE", cache)
+    assert [in_a_new_process(), in_a_new_process()] == ["1", "2"]
+
+
+@pytest.mark.parametrize("version", ["3.10.0", "3.5.0"])
+def test_an_untested_triton_hashes_its_files(triton_at, monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    assert [in_a_new_process(), in_a_new_process()] == ["1", "2"]
+    monkeypatch.delattr(triton_key.names, "triton_key")
+    triton_key.remember()
+    assert not hasattr(triton_key.names, "triton_key")
 
 
 def test_blocks_of_heads_share_their_kernels(compiled, monkeypatch):

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from ...cache import at_home, default_folder
+from ...cache import at_home, default_folder, write_whole
 from ...errors import ArgumentError
 
 FORMAT = 1
@@ -87,15 +86,7 @@ class Store:
         path = self._path(kind, key)
         text = json.dumps({"format": FORMAT, "kind": kind, "key": key, "data": data})
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(text)
-                os.replace(beside, path)
-            except BaseException:
-                os.unlink(beside)
-                raise
+            write_whole(path, text)
             _trim(self.folder)
         except OSError as error:
             self._note(f"decisions are not kept on disk: {error}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import Context, ContextVar
 from functools import cache, partial
 from importlib import import_module
@@ -23,6 +23,7 @@ import triton
 from refold.ops.spec import Meta
 from refold.ops.torch import plans, private
 from refold.ops.torch.plans import Planned
+from refold.ops.torch.triton_key import remember
 from refold.versions import UNTESTED, lose, untested
 
 PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
@@ -36,11 +37,11 @@ _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 def compile_together(plan: Callable[..., Any], arrays: Sequence[Any]) -> None:
-    """Compile the kernels that ``plan`` launches for ``arrays``, in threads, and launch none.
+    """Compile and load the kernels that ``plan`` launches for ``arrays``, in threads, and launch none.
 
     Triton frees the interpreter's lock in its passes, in LLVM and in ptxas. The plan runs once, and its results, which
-    nothing has written, are dropped. A kernel that fails to compile is compiled once more at its launch, which raises.
-    Without `triton.AsyncCompileMode`, nothing happens.
+    nothing has written, are dropped. A kernel that fails to compile, or to load, does so once more at its launch, which
+    raises. Without `triton.AsyncCompileMode`, nothing happens.
     """
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None:
@@ -48,10 +49,30 @@ def compile_together(plan: Callable[..., Any], arrays: Sequence[Any]) -> None:
 
     def run() -> None:
         _compiling.set(True)
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, mode(threads, ignore_errors=True):
+        with _Threads(min(10, os.cpu_count() or 1), "refold") as threads, mode(threads, ignore_errors=True):
             plan(*arrays)
 
     Context().run(run)  # so that this mode and one of the caller do not see each other
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that load what they compile, on the device of the thread that made them.
+
+    Triton 3.6 has a C compiler write the launch of each kernel, for 0.3 seconds.
+    """
+
+    def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def loaded() -> Any:
+            if device is not None:
+                torch.cuda.set_device(device)
+            kernel = compile()
+            # Triton loads a kernel when this is read. If that fails, the kernel is not fit for use, and not returned.
+            getattr(kernel, "run", None)
+            return kernel
+
+        return super().submit(loaded)
 
 
 @cache
@@ -181,6 +202,7 @@ class LaunchPlanned(Planned):
 
 
 planned = partial(plans.planned, kind=LaunchPlanned)
+remember()
 
 
 def current_stream(device: torch.device) -> int:
