@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from compileall import compile_dir
 from pathlib import Path
 
 from ..errors import ArgumentError
@@ -19,7 +20,10 @@ from .options import check_names
 from .progress import wanted
 from .rows import Row
 
-CALLS = {"ssd bfloat16": "bfloat16", "ssd float32": "float32", "selective_scan bfloat16": "bfloat16"}
+CALLS = {
+    "ssd bfloat16": "bfloat16", "ssd float32": "float32", "selective_scan bfloat16": "bfloat16",
+    "delta_rule bfloat16": "bfloat16",
+}  # fmt: skip
 
 _CHILD = """
 import json, sys, time
@@ -31,10 +35,14 @@ b, t, h, p, n = 1, 2048, 24, 64, 128
 if name == "ssd":
     given = {"x": normal(b, t, h, p), "dt": normal(b, t, h), "A": -torch.rand(h, device="cuda"),
              "B": normal(b, t, 1, n), "C": normal(b, t, 1, n), "dt_softplus": True}
+elif name == "delta_rule":
+    given = {"v": normal(b, t, 16, 128), "q": normal(b, t, 16, 128), "k": normal(b, t, 16, 128),
+             "g": -torch.rand(b, t, 16, device="cuda"), "beta": torch.rand(b, t, 16, device="cuda").to(dtype),
+             "normalize": True}
 else:
     given = {"x": normal(b, t, 1536), "dt": normal(b, t, 1536), "A": -torch.rand(1536, 16, device="cuda"),
              "B": normal(b, t, 16), "C": normal(b, t, 16), "dt_softplus": True}
-grad = torch.ones_like(given["x"])
+grad = torch.ones_like(next(iter(given.values())))
 (grad * 2).sum().item()
 def clock(call):
     torch.cuda.synchronize(); begin = time.perf_counter(); found = call(); torch.cuda.synchronize()
@@ -76,6 +84,7 @@ def starts(*, calls: tuple[str, ...] = tuple(CALLS), processes: int = 2) -> Iter
     check_names("starts: calls", calls, tuple(CALLS))
     if not torch.cuda.is_available():
         raise ArgumentError("starts needs a GPU, and there is none")
+    compile_dir(Path(__file__).parents[1], quiet=2)  # to bytecode, as an installation does
     for call in calls:
         if not wanted(case=call):
             continue

@@ -9,14 +9,15 @@ import torch
 import triton
 
 from refold.ops.selective_scan import _triton_kernels as kernels
-from refold.ops.selective_scan._triton_backward import selective_scan_backward as selective_scan_backward
 from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.selective_scan.tables import FORWARD, FORWARD_LANES
 from refold.ops.spec import Meta
-from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, planned, refusal
+from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, later, planned, refusal
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.slots import Places, in_slots, on_slots
 from refold.ops.torch.tables import device_limits, lookup
+
+__getattr__ = later(selective_scan_backward=f"{__package__}._triton_backward")
 
 
 def supports(meta: Meta) -> str | None:

@@ -88,6 +88,20 @@ def lose_speed(why: str) -> None:
     lose(UNTESTED["triton"], why, "triton")
 
 
+def later(**places: str) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a module that has names of others, imported when they are first asked for.
+
+    A file of kernels takes 20 to 60 ms, of which Triton reads the source of each.
+    """
+
+    def find(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"no {name}")
+        return getattr(import_module(places[name]), name)
+
+    return find
+
+
 @cache
 def gluon(*modules: str) -> ModuleType | None:
     """Import kernels in Gluon and what they need; the first is returned.
