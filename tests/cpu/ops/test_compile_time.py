@@ -1,9 +1,11 @@
 """What a first call costs: kernels that compile side by side, few variants of them, and few operations in them."""
 
+import gc
 import os
 import re
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from importlib import import_module
@@ -90,6 +92,31 @@ def test_kernels_of_a_plan_are_compiled_and_not_launched(compiled):
     for block in (16, 32):
         assert _double_kernel.warmup(x, x, BLOCK=block, grid=(1,)).asm["cubin"]
     assert len(compiled) == 2  # they were there
+
+
+def test_kernels_are_read_while_the_collector_works(compiled):
+    """Python 3.11 has one count of how deep an `ast` is; the collector let another thread change it halfway."""
+    seen = []
+
+    class Garbage:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            seen.append(gc.isenabled())
+            time.sleep(0)
+
+    kernels = launches(_double_kernel, *(2**i for i in range(7, 12)))
+    x, limits = torch.ones(2048), gc.get_threshold()
+    gc.set_threshold(10)
+    garbage = [Garbage() for _ in range(1000)]
+    try:
+        launch.compile_together(lambda x: [garbage.clear(), [kernel(0, x, x) for kernel in kernels]], [x])
+        assert not seen
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*limits)
+    assert len(driver.active.loaded) == len(compiled) == 5
 
 
 @triton.jit

@@ -8,9 +8,11 @@ pointers). So an operator is planned once per signature (`refold.ops.torch.plans
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import cache, partial
 from importlib import import_module
@@ -49,10 +51,25 @@ def compile_together(plan: Callable[..., Any], arrays: Sequence[Any]) -> None:
 
     def run() -> None:
         _compiling.set(True)
-        with _Threads(min(10, os.cpu_count() or 1), "refold") as threads, mode(threads, ignore_errors=True):
+        with (
+            _no_collection(), _Threads(min(10, os.cpu_count() or 1), "refold") as threads,
+            mode(threads, ignore_errors=True),
+        ):  # fmt: skip
             plan(*arrays)
 
     Context().run(run)  # so that this mode and one of the caller do not see each other
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Rest the collector of garbage: if it lets another thread in while Python 3.11 makes an `ast`, both fail."""
+    rests = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if rests:
+            gc.enable()
 
 
 class _Threads(ThreadPoolExecutor):
