@@ -228,7 +228,8 @@ def _skipped(tx: Translator, error: TorchDynamoException) -> None:
     if report is None or not stack:
         return
     name, why = tx.f_code.co_name, _advice(error, "")
-    told = [*notes(), f"`{name}` is not compiled, Dynamo leaves it to Python: {why}"]
+    told, left = notes(), f"`{name}` is not compiled, Dynamo leaves it to Python"
+    told.append(f"{left}, for the same reason" if any(why in note for note in told) else f"{left}: {why}")
     report.notes += [note for note in told if note not in report.notes]
 
 
