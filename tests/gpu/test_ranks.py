@@ -70,6 +70,8 @@ def test_equal_one_device(name, decay, dtype):
     made = problem(SPEC, Example(name, sizes, given, options, lengths), dtype)
     arrays = {n: torch.tensor(a, device="cuda").to(getattr(torch, made.dtype_of(n))) for n, a in made.arrays.items()}
     arrays["A"] *= decay
+    if name == "any sign":  # of all sizes: where every step is cut off, its gradient is zero
+        arrays["dt"] -= 0.35
     whole = {n: a.double().requires_grad_() if a.is_floating_point() else a for n, a in arrays.items()}
     results = ops.ssd(**whole, **options, backend="torch")
     weights = [torch.randn_like(a) for a in results]
