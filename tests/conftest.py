@@ -88,7 +88,7 @@ def pytest_runtest_call(item):
         after - start for after, start in zip(os.times()[:4], before, strict=False)
     ]  # its own, then its children's
     item.user_properties.append(("seconds", sum(spent)))
-    free = any(map(item.get_closest_marker, ("slow", "exhaustive", "gpu")))
+    free = any(map(item.get_closest_marker, ("slow", "exhaustive")))
     free = free or os.environ.get("TRITON_INTERPRET") == "1"  # a child of a test, which counts as the test's
     quiet = os.getloadavg()[0] < BUSY * (os.cpu_count() or 1)
     if quiet and sum(spent[:2]) > LIMIT and len(sys.modules) - modules < FRAMEWORKS and not free:
