@@ -15,7 +15,7 @@ from refold.ops.delta_rule.reference import delta_rule as reference  # noqa: E40
 from refold.ops.delta_rule.tables import BACKWARD, FORWARD  # noqa: E402
 from support import gluon  # noqa: E402
 
-KERNELS = [f"refold.ops.delta_rule._gluon{part}_kernels" for part in ("", "_prepare", "_pairs")]
+KERNELS = [f"refold.ops.delta_rule._gluon_{part}_kernels" for part in ("chain", "chain_back", "prepare", "pairs")]
 plans = import_module("refold.ops.delta_rule._triton_forward")
 backward = import_module("refold.ops.delta_rule._triton_backward")
 
@@ -28,7 +28,9 @@ pytestmark = [
 @pytest.fixture
 def launched(monkeypatch):
     """Plan as for an H200, run the kernel in Gluon with torch, and list what runs."""
-    names = gluon.launched(monkeypatch, *KERNELS)
+    names, asm = gluon.launched(monkeypatch, *KERNELS), gluon._asm
+    zero = gluon.Tensor(torch.tensor(0))  # that the compiler does not know
+    monkeypatch.setattr(gluon, "_asm", lambda text, *rest: zero if "mov.b32" in text else asm(text, *rest))
     for module, table in ((plans, FORWARD), (backward, BACKWARD)):
         monkeypatch.setattr(module, "lookup", lambda *_, table=table: table.default | table.families["hopper"])
         monkeypatch.setattr(module, "hopper_fits", lambda *tensors: all(map(plans._fits_copy_engine, tensors)))
@@ -95,28 +97,35 @@ def test_values_that_are_not_finite(name, launched):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "spoiled"),
-    [({"t": 70, "n": 128, "p": 128}, None), ({"t": 64, "n": 96, "p": 72}, None), ({"t": 130, "n": 72}, "v")],
+    ("sizes", "config", "erase", "spoiled"),
+    [
+        ({"t": 70, "n": 128, "p": 128}, {}, True, None),
+        ({"t": 64, "n": 96, "p": 72}, {}, True, None),
+        ({"t": 200, "n": 72}, {"segments": 3}, True, "v"),
+        ({"t": 140, "lengths": [0, 5, 65, 0, 70]}, {"segments": 2}, True, "dy"),
+        ({"t": 100, "keyed": True}, {}, True, "dy"),
+        ({"t": 130, "keyed": True, "lengths": [64, 66]}, {}, False, None),
+    ],
 )
-def test_gradients_are_those_of_the_plain_kernels(sizes, spoiled, launched):
-    """Also where a value is not finite: these chunks are done again."""
+def test_gradients_are_those_of_the_plain_kernels(sizes, config, erase, spoiled, launched):
+    """Also where a value is not finite: there, the plain kernels do it again."""
     arrays = given(**sizes)
-    arrays["initial_state"] = None
-    if spoiled:
-        arrays[spoiled][0, 80, 0] = float("nan")
     names = [arg.name for arg in plans.SPEC.args]
     full = dict.fromkeys(names) | arrays
-    options = {"lower_bound": None, "beta_limit": None, "normalize": True, "erase": True, "scale": None}
-    dy = torch.randn_like(full["v"])
+    dy, dstate = torch.randn_like(full["v"]), torch.randn_like(full["initial_state"])
+    if spoiled:
+        (dy if spoiled == "dy" else full[spoiled])[0, 80, 0] = float("nan")
+    options = {"lower_bound": None, "beta_limit": None, "normalize": erase, "erase": erase, "scale": None}
     found, plain = (
-        backward.delta_rule_backward.make(dy=dy, dstate=None, needs=frozenset(names), **full, **options,
-                                          chunk_size=None, config=config)(dy, None, *full.values())
-        for config in ({}, {"hopper_pairs": 0})
+        backward.delta_rule_backward.make(dy=dy, dstate=dstate, needs=frozenset(names), **full, **options,
+                                          chunk_size=None, config=config | plan)(dy, dstate, *full.values())
+        for plan in ({}, {"hopper_pairs": 0, "hopper_chains": 0})
     )  # fmt: skip
-    assert launched.count("_delta_pairs_hopper_kernel") == 1
+    assert launched.count("_delta_chain_back_hopper_kernel") == (2 if config else 1)
+    assert launched.count("_delta_pairs_hopper_kernel") == ("lengths" not in sizes and "keyed" not in sizes)
     for name, truth in plain.items():
         if truth is not None:
             finite = truth.isfinite()
             assert torch.equal(found[name].isfinite(), finite), name
             truth, ours = (torch.where(finite, a.double(), 0.0) for a in (truth, found[name]))
-            assert (ours - truth).norm() <= 1e-2 * truth.norm(), name
+            assert (ours - truth).norm() <= 2e-2 * truth.norm(), name  # of roundings to 8 bits, one after another
