@@ -236,6 +236,7 @@ def test_what_cannot_be_run_in_float64_is_its_own_reference():
 # Running a program in another dtype --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_large_products_are_not_written_out(monkeypatch):
     monkeypatch.setattr(dispatch, "BLOCK", 1000)
     a, b = (torch.randn(2000, 40, dtype=torch.float64).requires_grad_() for _ in range(2))
