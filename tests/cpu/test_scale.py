@@ -7,6 +7,7 @@ from torch.distributed import all_reduce, group
 from refold import ops
 from refold.bench.all_to_all import all_to_all
 from refold.bench.scale import overlap, scale
+from refold.errors import ArgumentError
 from refold.ops import timed
 from refold.parallel import Cut
 from support.ranks import on_ranks
@@ -36,12 +37,28 @@ def test_all_to_all_gives_what_states_give(tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_of_two_ranks():
-    rows = list(scale(operators=("ssd",), passes=("training",), tokens=(64,), repeats=1, device="cpu"))
+def test_rows_of_ranks_and_of_groups_of_them():
+    rows = list(
+        scale(
+            operators=("ssd",),
+            passes=("training",),
+            tokens=(16,),
+            ranks=(1, 2, 4),
+            ways=("states",),
+            repeats=1,
+            device="cpu",
+        )
+    )
     assert [(row["backend"], row["tokens"]) for row in rows] == [
-        ("1 ranks", 64), ("1 ranks", 128), ("2 ranks", 128), ("2 ranks, all-to-all", 128),
+        ("1 ranks", 16), ("1 ranks", 64), ("2 ranks", 32), ("2 ranks", 64), ("4 ranks", 64),
     ]  # fmt: skip
-    assert rows[2]["sent_bytes"] == 2 * 4 * 64 * (64 * 128 + 1)  # states and a number per head, there and back
+    state = 4 * 64 * (64 * 128 + 1)  # and a number per head
+    assert [row.get("sent_bytes", 0) for row in rows] == [0, 0, 2 * state, 2 * state, 3 * 2 * state]  # there and back
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(ArgumentError, match="must divide the most ranks, 3"):
+        list(scale(ranks=(1, 2, 3), device="cpu"))
 
 
 def test_what_is_hidden():

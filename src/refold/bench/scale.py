@@ -1,8 +1,8 @@
 """Operators and models on a sequence that ranks of one host share, one process and one device each.
 
 Weak scaling: the tokens of a rank stay the same. Strong scaling: the tokens of the sequence do. Times are those of the
-slowest rank. On one rank, each computes a sequence of its own at the same time, as with data parallelism. Inputs are
-bfloat16. Ranks know how many tokens each has, as in a model.
+slowest rank. Where fewer ranks share a sequence than there are, each group of them computes a sequence of its own at
+the same time, as with data parallelism. Inputs are bfloat16. Ranks know how many tokens each has, as in a model.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ def overlap(line: list[tuple[float, float, str]]) -> Row:
     return sums
 
 
-def _measure(case: Task, device: torch.device, repeats: int) -> Row:
-    """Measure one case, as each rank does."""
+def _measure(case: Task, group: Any, device: torch.device, repeats: int) -> Row:
+    """Measure one case, as each rank does; ``group`` shares a sequence."""
     torch.manual_seed(dist.get_rank())
-    cut = None if case.ranks == 1 else Cut(dist.group.WORLD, (case.tokens,) * case.ranks)
+    cut = None if case.ranks == 1 else Cut(group, (case.tokens,) * case.ranks)
     run = _model(case, cut, device.type) if case.layers else _operator(case, cut)
     times = _seconds(run, repeats, 1 if case.layers else CALLS, device)
     found: Row = {"median_s": times[len(times) // 2], "min_s": times[0], "n": len(times)}
@@ -183,11 +183,11 @@ def _measure(case: Task, device: torch.device, repeats: int) -> Row:
         found["alone_s"] = _seconds(run, repeats, 1, device)[repeats // 2]
     if case.ranks > 1:
         found["sent_bytes"] = _sent(run)
-        each: list[Any] = [None] * case.ranks
+        each: list[Any] = [None] * dist.get_world_size()
         seen = device.type == "cuda" and not (case.layers and case.kind == "training")  # it would take minutes
         line = timeline(run, device) if seen else []
         dist.all_gather_object(each, overlap(line))
-        found |= {name: [rank[name] for rank in each] for name in each[0]} if seen else {}
+        found |= {name: [rank[name] for rank in each[: case.ranks]] for name in each[0]} if seen else {}
     return found
 
 
@@ -200,9 +200,13 @@ def _work(rank: int, ranks: int, device: str, folder: str, cases: list[Task], re
     options: dict[str, Any] = {"device_id": at} if device == "cuda" else {}
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks, **options)
+    groups = {}
+    for count in sorted({case.ranks for case in cases}):  # all ranks make all groups, and each keeps its own
+        made = [dist.new_group(list(range(first, first + count))) for first in range(0, ranks, count)]
+        groups[count] = made[rank // count]
     for case in cases:
         try:
-            found = _measure(case, at, repeats)
+            found = _measure(case, groups[case.ranks], at, repeats)
         except torch.OutOfMemoryError as error:
             found = {"not_run": str(error).split(". ")[0]}
         if rank == 0:
@@ -213,8 +217,16 @@ def _work(rank: int, ranks: int, device: str, folder: str, cases: list[Task], re
     dist.destroy_process_group()
 
 
-def _rows(cases: list[Task], ranks: int, device: str, repeats: int) -> Iterator[Row]:
+def _tokens(tokens: tuple[int, ...], ranks: tuple[int, ...], count: int) -> list[int]:
+    """Return the tokens of each of ``count`` ranks: the same for all counts, and those of the same whole sequences."""
+    return sorted({*tokens, *(n * max(ranks) // count for n in tokens)})
+
+
+def _rows(cases: list[Task], device: str, repeats: int) -> Iterator[Row]:
     """Yield the rows of cases; if a process ends with an error, those before it."""
+    ranks = max(case.ranks for case in cases)
+    if uneven := sorted({case.ranks for case in cases if ranks % case.ranks}):
+        raise ArgumentError(f"scale: ranks {uneven} must divide the most ranks, {ranks}")
     cases = [
         case
         for case in cases
@@ -249,14 +261,12 @@ def scale(
     check_names("scale: operators", operators, tuple(timed.shared_calls()))
     check_names("scale: passes", passes, PASSES)
     check_names("scale: ways", ways, WAYS)
-    most = max(ranks)
     cases = [
         Task(op, kind, n, count, way)
-        for op in operators for kind in passes for count in sorted(ranks)
-        for n in sorted({*tokens, *(n * most for n in tokens if count == 1)})
+        for op in operators for kind in passes for count in sorted(ranks) for n in _tokens(tokens, ranks, count)
         for way in (ways if count > 1 else WAYS[:1])
     ]  # fmt: skip
-    yield from _rows(cases, most, device, repeats)
+    yield from _rows(cases, device, repeats)
 
 
 def scale_models(
@@ -268,6 +278,6 @@ def scale_models(
     check_names("scale-models: passes", passes, PASSES)
     cases = [
         Task(f"mamba2-{model}", kind, n, count, layers=layers)
-        for kind in passes for n in tokens for count in sorted(ranks)
+        for kind in passes for count in sorted(ranks) for n in _tokens(tokens, ranks, count)
     ]  # fmt: skip
-    yield from _rows(cases, max(ranks), device, repeats)
+    yield from _rows(cases, device, repeats)
