@@ -303,7 +303,7 @@ def test_progress_says_what_runs_and_of_how_many(toy):
 
 @pytest.mark.parametrize(
     ("suite", "count"),
-    [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2),
+    [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6),
      ("training", 3), ("ssd-jax", 1), ("recurrences", 104), ("models", 11), ("generation-cpu", 3),
      ("generation-torch-cpu", 2), ("engines", 29)],
 )  # fmt: skip
@@ -361,7 +361,6 @@ def test_the_options_of_what_is_stored_are_in_their_ranges():
         ("recurrences", "steps", "3", "leave out holt-winters"),
         ("fusion-example", "dtype", "int8", "Give one of float32"),
         ("granite-layer", "dtype", "", "dtype is ''. Give one of"),
-        ("chunked-scan", "returns", "x", "Give one of outputs, state"),
         ("kernelbench", "levels", "level9", "Give one of level1"),
         ("generation", "models", "9B", "Give one of 130M"),
         ("decode", "states", "int8", "Give one of float32"),
@@ -390,7 +389,7 @@ def test_problems_of_kernelbench_are_chosen_by_name(tmp_path):
 
 def test_a_device_that_is_not_here_is_refused_in_one_sentence():
     """So that a suite for a GPU does not end in PyTorch's traceback on a machine without one."""
-    for name, device in (("training", "tpu:0"), ("models", "cpu:x"), ("chunked-scan", "cuda:99")):
+    for name, device in (("training", "tpu:0"), ("models", "cpu:x"), ("linear-attention", "cuda:99")):
         found = run("run", name, "--set", f"device={device}").exception
         assert isinstance(found, ArgumentError)
         assert f"{name}: device {device!r} cannot be used here: " in str(found)

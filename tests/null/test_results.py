@@ -109,9 +109,9 @@ def test_a_figure_of_other_rows_is_stale(tmp_path):
     figures.mkdir()
     for path in (ROOT / "docs" / "figures").glob("*.svg"):
         (figures / path.name).write_text(path.read_text())
-    path = figures / "length.svg"
+    path = figures / "operators.svg"
     path.write_text(path.read_text().replace("drawn from rows", "drawn from rows 0"))
-    assert plots.stale(ROOT / "benchmarks" / "results", figures) == ["length"]
+    assert plots.stale(ROOT / "benchmarks" / "results", figures) == ["operators"]
 
 
 @pytest.mark.parametrize("name", PLOTS)
@@ -145,7 +145,7 @@ def test_drawing_the_same_rows_gives_the_same_bytes(tmp_path):
     from refold.bench import plots
 
     results = ROOT / "benchmarks" / "results"
-    (first,) = plots.draw("length", results, tmp_path / "a")
-    (second,) = plots.draw("length", results, tmp_path / "b")
+    (first,) = plots.draw("operators", results, tmp_path / "a")
+    (second,) = plots.draw("operators", results, tmp_path / "b")
     assert first.read_bytes() == second.read_bytes()
     assert ">mamba-ssm<" in first.read_text()

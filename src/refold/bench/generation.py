@@ -1,12 +1,11 @@
 """Decoding and prefill of language models with JAX; on the CPU in turns with transformers.
 
-Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``). A row also holds what
-XLA's own cost model says of the compiled program.
+Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``). A row of
+decoding also holds what XLA's own cost model says of the compiled step.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -84,25 +83,6 @@ def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
     return {"xla_flops": analysis["flops"], "xla_bytes": analysis["bytes accessed"]}
 
 
-def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
-    """Let XLA count a prefill of Mamba-2: it counts a loop body once, so a layer is counted by itself."""
-    config = generator.config
-    if not isinstance(config, Mamba2Config):
-        return {}
-
-    def cost(nlayers: int) -> np.ndarray:
-        layers = jax.tree.map(lambda a: a[:nlayers], generator.params["layers"])
-        few = dataclasses.replace(config, nlayers=nlayers)
-        read = jax.jit(lambda params, tokens: generator.model.forward(few, params, tokens))
-        tokens = jax.ShapeDtypeStruct((1, seqlen), jnp.int32)
-        analysis: Any = read.lower({**generator.params, "layers": layers}, tokens).compile().cost_analysis()
-        return np.array([analysis["flops"], analysis["bytes accessed"]])
-
-    none, one = cost(0), cost(1)
-    flops, moved = none + config.nlayers * (one - none)
-    return {"xla_flops": float(flops), "xla_bytes": float(moved)}
-
-
 def generation_cpu(*, tokens: int = 16, seqlen: int = 1024, repeats: int = 6) -> Iterator[Row]:
     """Time decoding and prefill of Mamba-2 130M with JAX on the CPU, float32, in turns with transformers."""
     model, name = MODELS["130M"], "130M fp32"
@@ -149,8 +129,7 @@ def generation(
             read = reader(generator(), 1, seqlen)
             read()
             need = counts.prefill(model, 1, seqlen, 128, 2)
-            extra = {**ceilings(), **xla_prefill_counts(generator(), seqlen)}
-            yield row("jax", name, f"prefill {seqlen}", seconds(read, 5), need, extra)
+            yield row("jax", name, f"prefill {seqlen}", seconds(read, 5), need, ceilings())
 
 
 def measure_ceilings() -> dict[str, float]:

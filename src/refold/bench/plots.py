@@ -20,8 +20,7 @@ from .published import RESULTS
 from .rows import Row, measured, rounded, stored
 
 OURS, PEER, EAGER, INK, SOFT = "#b8324a", "#6d7a91", "#2b2d42", "#1d2026", "#8a909c"
-COLOURS = {"refold": OURS, "torch.compile": PEER, "mamba-ssm": PEER, "mamba_ssm": PEER, "eager": EAGER,
-           "refold.ops": "#d98a97"}  # fmt: skip
+COLOURS = {"refold": OURS, "torch.compile": PEER, "mamba-ssm": PEER, "eager": EAGER}
 STYLE: Any = {
     "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": SOFT, "axes.labelcolor": INK,
@@ -91,39 +90,6 @@ def draw_operators(plt: Any, rows: list[Row]) -> Any:
         panel.set_xticks(list(at), [row["case"] for row in group], rotation=60, ha="right", fontsize=7)
     panels[0][0].set_ylabel(f"ms (logarithmic), {rows[0]['env']['gpu']}")
     panels[0][-1].legend(fontsize=8, loc="upper left")
-    return figure
-
-
-def length_rows(results: Path) -> list[Row]:
-    """Return the rows of ssd with one batch row and without options."""
-    rows = operator_rows(results)
-    return [row for row in rows if row["op"] == "ssd" and row["case"].startswith("1x") and _heads(row) in (80, 128)]
-
-
-def _tokens(row: Row) -> int:
-    return int(row["case"].split("x")[1])
-
-
-def _heads(row: Row) -> int:
-    return int(row["case"].split("x")[2])
-
-
-def draw_length(plt: Any, rows: list[Row]) -> Any:
-    """Draw the time per token over the length: flat is linear cost."""
-    figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True)
-    for panel, heads in zip(panels, (80, 128), strict=True):
-        own = sorted((row for row in rows if _heads(row) == heads), key=_tokens)
-        at = [_tokens(row) for row in own]
-        for name, key in (("mamba-ssm", "mamba_ssm_ms"), ("refold", "median_ms")):
-            panel.plot(at, [1e6 * row[key] / _tokens(row) for row in own], "o-", color=COLOURS[name], label=name)
-        floor = [1e6 * row["copy_ms"] / _tokens(row) for row in own]
-        panel.plot(at, floor, "--", color=INK, linewidth=1, label="copy of its bytes")
-        panel.set(xscale="log", yscale="log", title=f"ssd, {heads} heads, bfloat16", xlabel="tokens")
-        panel.set_xticks(at, [f"{t // 1024}K" for t in at])
-        panel.minorticks_off()
-        panel.set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
-    panels[0].set_ylabel(f"ns per token, {rows[0]['env']['gpu']}")
-    panels[0].legend(fontsize=8)
     return figure
 
 
@@ -389,35 +355,7 @@ def draw_prefill(plt: Any, rows: list[Row]) -> Any:
     return figure
 
 
-# Training and accuracy --------------------------------------------------------------------------
-
-
-def training_rows(results: Path) -> list[Row]:
-    """Return the rows of layers in training."""
-    return [row for row in stored(results, GPU, "training") if row["median_ms"]]
-
-
-def draw_training(plt: Any, rows: list[Row]) -> Any:
-    """Draw time and peak memory of forward and backward of layers, for each program."""
-    names = [name for name in TRAINED if any(name in row["median_ms"] for row in rows)]
-    figure, panels = plt.subplots(
-        1, 2, figsize=(9, 1.1 + 0.2 * len(names) * len(rows)), sharey=True, layout="constrained"
-    )
-    shown = (("median_ms", "forward and backward", "ms", 1), ("peak_bytes", "peak memory", "GiB", 2**30))
-    for panel, (field, title, unit, scale) in zip(panels, shown, strict=True):
-        for place, name in enumerate(names):
-            at = [i + 0.8 * ((place + 0.5) / len(names) - 0.5) for i in range(len(rows))]
-            values = [(row[field][name] / scale if name in row[field] else None) for row in rows]
-            _dots(panel, values, at, name, "not run")
-        _logarithmic(panel, f"{unit} (logarithmic)")
-        panel.set_title(f"{title}, {device(rows[0])}")
-    what = [f"{row['case']}, {row['width']} wide\n{row['batch']} x {row['tokens']}, {row['dtype']}" for row in rows]
-    _name_lines(panels[0], what)
-    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=len(names))
-    return figure
-
-
-TRAINED = ("eager", "torch.compile", "mamba_ssm", "refold.ops", "refold")
+# Gradients and accuracy --------------------------------------------------------------------------
 
 
 def gradient_rows(results: Path) -> list[Row]:
@@ -523,14 +461,12 @@ PLOTS = {
     "operators": Plot(
         "The scans next to mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
     ),
-    "length": Plot("Time per token of ssd over the length.", length_rows, draw_length),
     "roofline": Plot("Operations per second over operations per byte.", roofline_rows, draw_roofline),
     "granite_layer": Plot("The Granite layer of transformers: time and memory.", granite_rows, draw_granite),
     "fusion_example": Plot("The eager Mamba model over the batch: time and memory.", fusion_rows, draw_fusion),
     "decode": Plot("Tokens per second of decoding, and what the device allows.", decode_rows, draw_decode),
     "prefill": Plot("Tokens per second and memory over the length of a prompt.", prefill_rows, draw_prefill),
     "gradients": Plot("Forward and backward of the operators: time and memory.", gradient_rows, draw_gradients),
-    "training": Plot("Forward and backward of layers: time and memory.", training_rows, draw_training),
     "accuracy": Plot("Errors of the GPU kernels against float64.", accuracy_rows, draw_accuracy),
 }
 

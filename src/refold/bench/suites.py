@@ -101,7 +101,6 @@ SUITES = {
         Suite("granite-layer", "granite_layer", "granite_layer"),
         Suite("training", "training", "training"),
         Suite("ssd-jax", "operators_jax", "ssd_jax", measures=("ops/ssd",)),
-        Suite("chunked-scan", "chunked_scan", "chunked_scan"),
         Suite("recurrences", "recurrences", "recurrences"),
         Suite("linear-attention", "linear_attention", "linear_attention"),
         Suite("models", "models", "models", zero=("width",), measures=("ops", "compiler", "integrations")),
@@ -125,7 +124,7 @@ SUITES = {
 
 GPU: tuple[tuple[str, dict[str, str]], ...] = (
     *((name, {}) for name in OPERATOR_SUITES),
-    ("training", {}), ("granite-layer", {}), ("chunked-scan", {}), ("decode", {}), ("prefill", {}), ("generate", {}),
+    ("training", {}), ("granite-layer", {}), ("decode", {}), ("prefill", {}), ("generate", {}),
     ("linear-attention", {}), ("linear-attention", {"grad": "true"}), ("fusion-example", {}), ("engines", {}),
     ("starts", {}), ("portable-ssd", {}), ("published", {}),
     ("scale", {"ranks": "1"}), ("scale-models", {"ranks": "1"}),
