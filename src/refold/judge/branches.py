@@ -415,6 +415,12 @@ class _Marker(ast.NodeTransformer):
 
     visit_arg = visit_Raise
 
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        if self._facts.only_decides(node):  # the blocks tell what it was
+            node.value = self._test(node.value)[0]
+            return node
+        return self.generic_visit(node)
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
         node.value = node.value and self.visit(node.value)
         return node

@@ -17,8 +17,10 @@ import torch
 
 _ERRORS = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "AssertionError"}
 _CATCHERS = {"suppress", "ExitStack", "Thread", "submit", "start_new_thread", "__exit__", "__aexit__", "excepthook"}
-_DYNAMIC = {"setattr", "__dict__", "vars", "__setattr__", "__setstate__", "globals", "locals", "__class__"}
+_DYNAMIC = {"setattr", "__dict__", "vars", "__setattr__", "__setstate__", "globals", "locals", "__class__",
+            "__globals__", "f_globals"}  # fmt: skip
 _LOOKUPS = _DYNAMIC | {"getattr", "attrgetter", "methodcaller", "__getattr__", "__getattribute__", "modules"}
+_READERS = {("os.environ", "get"), ("os", "getenv")}
 _TEXTS = {"exec", "eval", "compile", "__import__", "FunctionType", "CodeType", "CompilationUnit"}
 _OPAQUE = {"load_inline", "CDLL", "RawKernel", "pyfunc_decl", "marshal"}
 _KERNELS = re.compile(r"(triton\.)?(jit|autotune|heuristics)|(numba\.)?njit")
@@ -81,7 +83,8 @@ class Excuses:
         self.attribute, self._given, self._train = attribute, given, train
         self.names: Counter[str] = Counter()  # that are read or set
         self._bound: Counter[str] = Counter()
-        self.strings: set[str] = set()
+        self.strings: Counter[str] = Counter()
+        self._variables: Counter[str] = Counter()  # of the environment that are read
         self._defined: set[str] = set()
         self._stored: dict[str, list[tuple[ast.expr | None, Function, Class]]] = {}
         self._calls: dict[str, list[tuple[ast.Call, Function, Class]]] = {}
@@ -93,9 +96,10 @@ class Excuses:
         self.opaque: list[int] = []
         self._walk(tree, None, None)
         self._available = self._optional_packages(tree)
+        self._has_os = self._imported.get("os") == "os"
         self._dynamic = bool(_DYNAMIC & set(self.names))
         self.looks_up = _looks_up(tree)
-        self._guards, self._locals = _guards(tree), _local_values(tree)
+        self._guards, self._locals, self._conditions = _guards(tree), _local_values(tree), _conditions(tree)
 
     def _walk(self, node: ast.AST, function: Function, owner: Class) -> None:
         for child in ast.iter_child_nodes(node):
@@ -124,9 +128,11 @@ class Excuses:
                     module = child.module if isinstance(child, ast.ImportFrom) else a.name
                     self._bind((a.asname or a.name).split(".")[0], str(module))
             elif isinstance(child, ast.Constant) and isinstance(child.value, str):
-                self.strings.add(child.value)
+                self.strings[child.value] += 1
             elif isinstance(child, ast.Call):
-                called = ast.unparse(child.func).rpartition(".")[2]
+                owner_of, _, called = ast.unparse(child.func).rpartition(".")
+                if (owner_of, called) in _READERS and isinstance(child.args[0], ast.Constant):
+                    self._variables[str(child.args[0].value)] += 1
                 self._calls.setdefault(called, []).append((child, function, owner))
                 if called[:1].isupper() or called in ("type", "namedtuple"):  # it may make what has such attributes
                     self._defined |= {str(k.arg) for k in child.keywords} & _OWN_NAMES
@@ -251,6 +257,16 @@ class Excuses:
                 return "with arguments that no call gives"
         return "if it is made with other arguments" if self._fixed(leaf, function, owner, frozenset()) else ""
 
+    def only_decides(self, node: ast.Assign) -> bool:
+        """Say whether what is set here is read as the condition of blocks and nowhere else.
+
+        As the value of a variable of the environment, it may be another one where the program is used. Then other
+        blocks run there, and these are marked themselves.
+        """
+        name = node.targets[0].id if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) else ""
+        hidden = self._dynamic or self.looks_up or (self.strings[name] > self._variables[name] * self._has_os)
+        return self._bound[name] == 1 and self.names[name] == 1 + self._conditions[name] and not hidden
+
     def _never_given(
         self, name: str, function: Function, owner: Class, leaf: ast.expr, seen: frozenset[str] = frozenset()
     ) -> bool:
@@ -356,6 +372,21 @@ def _local_values(tree: ast.Module) -> dict[tuple[int, str], list[tuple[int, ast
         for n in inner:
             if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load) and n.id not in shared:
                 found.setdefault((function.lineno, n.id), []).append((n.lineno, plain.get(n)))
+    return found
+
+
+def _conditions(tree: ast.Module) -> Counter[str]:
+    """Count how often each name stands as the condition of a block, or as a part of one."""
+    found: Counter[str] = Counter()
+    left: list[ast.expr] = []
+    for node in ast.walk(tree):
+        left += [node.test] if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)) else []
+    while left:
+        test = left.pop()
+        if isinstance(test, (ast.BoolOp, ast.UnaryOp)):
+            left += test.values if isinstance(test, ast.BoolOp) else [test.operand] * isinstance(test.op, ast.Not)
+        elif isinstance(test, ast.Name):
+            found[test.id] += 1
     return found
 
 

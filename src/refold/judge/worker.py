@@ -259,7 +259,7 @@ class _Recorder:
 
     def number(self, other: int, zero: int, value: Any) -> Any:
         """Mark whether a number is zero."""
-        self._marks[zero if type(value) in (int, float) and not value else other] = 1
+        self._marks[zero if isinstance(value, (int, float)) and not value else other] = 1
         return value
 
     def seen(self, true: int, false: int, value: Any) -> Any:

@@ -57,6 +57,7 @@ FUNCTIONS = {
     "x = torch.where(torch.isinf(x), 0, x)": ["was never true"],
     "x = x * (1 + len([n for n in x.shape if n > 9]))": ["never ran", "was never true", "was always zero"],
     "x = x + x.dim() // 9": ["was always zero"],
+    "for n in map(str.isupper, 'x'): x = x * (1 + n)": ["was always zero"],
     "x = [x, 2 * x][x.dim() // 9]": ["was always zero"],
     "x = (lambda y: y, lambda y: 2 * y)[0](x)": ["never ran"],
     "for _ in range(x.dim() // 9): x = 2 * x": ["never ran"],
@@ -68,7 +69,11 @@ FUNCTIONS = {
     "assert x.dim() < 9 and x.numel()": [],
     "if x.is_cuda and x.shape[0] % 8 == 0: x = 2 * x": [],
     "if x.dtype in (torch.float16, torch.bfloat16): x = x.float()": [],
-    "if x.dtype == [torch.float32, torch.float64][x.dim() > 9]: x = 2 * x": ["was never false", "was never true"],
+    "if x.dtype == [torch.float32, torch.float64][x.dim() > 9]: x = 2 * x": [
+        "was always zero",
+        "was never false",
+        "was never true",
+    ],
     "mask = torch.ones(3, dtype=torch.bool)": [],
     "x = x.masked_fill(torch.arange(3) > 1, 0)": [],
     "if torch.is_autocast_enabled(): x = x.float()": [],
@@ -113,6 +118,14 @@ OTHERS = {
     "def g(x): return getattr(x, 'real')\nz = torch.ones(1) if g(torch.ones(1)) is None else 0": ["never ran"],
     "class Other:\n    def forward(self): return getattr(self, 'n')": [],
     "if __name__ == '__main__':\n    print(f(torch.ones(3)))": [],
+    "import os\nDEBUG = os.environ.get('DEBUG') == '1'\nif DEBUG: print('debugging')": [],
+    "import os\nDEBUG = os.environ.get('DEBUG') == '1'\nif DEBUG: raise ValueError('not here')": [],
+    "import os\nWIDE = os.environ.get('WIDE') == '1'\nsize = 2 if WIDE else 1": ["never ran"],
+    "import os\nWIDE = os.environ.get('WIDE') == '1'\nsize = 1 + WIDE": ["was never true", "was always zero"],
+    "import os\nWIDE = os.environ.get('WIDE') == '1'\nsize = WIDE and 2": ["was never true", "was never true"],
+    "import os\nWIDE = os.environ.get('WIDE') == '1'\nif WIDE: print(1)\nsize = globals()['WIDE']": [
+        *("was never true", "never ran", "was never true"),
+    ],
 }
 
 
