@@ -20,6 +20,7 @@ from ..errors import ArgumentError, TargetError
 from . import exchange
 from .errors import Misbehaved
 from .errors import Unjudgeable as Unjudgeable
+from .messages import Drawn
 from .nursery import Nursery as Nursery
 from .program import Program as Program
 from .program import Target
@@ -126,7 +127,7 @@ def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[d
     try:
         with nursery.program(original.text, "original.py", room=4096) as process:
             process.load(original.attribute, terms.timeout)
-            answer = process.draw(0, terms.timeout)
+            answer = process.ask("inputs", Drawn | None, timeout=terms.timeout, seed=0)
     except Misbehaved as error:
         raise TargetError(f"{original.name}: {error.reason}") from error
     if answer is None:

@@ -21,6 +21,7 @@ import torch
 
 from .errors import Enough
 from .excuses import Excuses, reachable
+from .messages import Description
 from .program import Program
 
 _SPARE = 4  # places for each mark
@@ -154,7 +155,7 @@ class Cover:
     """
 
     def __init__(self, branches: Branches, process: Any):
-        self._branches, self._process, self._where = branches, process, process.marks()
+        self._branches, self._process, self._where = branches, process, process.ask("marks", Description)
         self.marks: Marks = set()
         self._pending = self.forged = False
 

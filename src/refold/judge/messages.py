@@ -32,7 +32,7 @@ class Malformed(ValueError):
     """An answer is not what it should be; the message says which field is wrong."""
 
 
-# Commands.
+# Of commands, whose names are those of methods of `worker.Stub`.
 
 
 @dataclass(frozen=True)
@@ -52,76 +52,6 @@ class Place:
     stride: list[int]
     dtype: str
     requires_grad: bool = False
-
-
-@dataclass(frozen=True)
-class Start:
-    """Fork a process for a program; what the nursery is sent.
-
-    Attributes:
-        folder: The only folder that it may write to.
-        readable: What it may read in addition to the system.
-        path: Folders from which it may import in addition to Python's.
-        limits: Values by the names of rlimits.
-        imports: Modules that the nursery imports before it forks,
-        compiler: and whether it imports torch's compiler.
-    """
-
-    folder: str
-    readable: list[str]
-    path: list[str]
-    limits: dict[str, int]
-    device: str
-    sandboxed: bool
-    threads: int
-    imports: list[str]
-    compiler: bool
-    environment: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Load:
-    """Import a program's source, ``text``, as a file of this name; the attribute is what is judged in it.
-
-    Attributes:
-        code: What runs in place of the text, if anything: the same with marks.
-        recorder: The name by which it reaches what writes the marks.
-        room: How many marks there may be.
-    """
-
-    text: str
-    name: str
-    attribute: str
-    code: bytes = b""
-    recorder: str = ""
-    room: int = 0
-
-
-@dataclass(frozen=True)
-class Build:
-    """Make the program: a class is made with the arguments, after seeding.
-
-    Attributes:
-        arguments: As `Arguments` has them.
-        dtype: What floating-point parameters are cast to.
-        compiled: Whether it is run under ``torch.compile``.
-    """
-
-    attribute: str
-    arguments: str
-    seed: int
-    dtype: str
-    device: str
-    train: bool
-    compiled: bool = False
-
-
-@dataclass(frozen=True)
-class Adopt:
-    """Take over parameters and buffers, whose values lie in these places, in one of `WAYS`."""
-
-    places: dict[str, Place]
-    way: str
 
 
 WAYS = {
@@ -208,7 +138,7 @@ class Prepare(How):
     hold: bool = True
 
 
-# Answers.
+# Of answers.
 
 
 @dataclass
@@ -308,60 +238,11 @@ class Inspected:
 
 
 @dataclass
-class State:
-    """Parameters and buffers by their names."""
-
-    state: dict[str, Description]
-
-
-@dataclass
-class Arguments:
-    """What a class is made with, as text that the judge passes on unread."""
-
-    arguments: str
-
-
-@dataclass
-class Done:
-    """A command was obeyed; ``seconds`` is how long it took."""
-
-    seconds: float
-
-
-@dataclass
 class Confined:
     """What confines the process, and what its part of refold cannot see with this PyTorch."""
 
     active: list[str]
     off: list[str]
-
-
-@dataclass
-class Born:
-    """The number of a new process."""
-
-    pid: int
-
-
-@dataclass
-class Counted:
-    """The number of terms of the longest sum of a call."""
-
-    terms: int
-
-
-@dataclass
-class Census:
-    """How often each operation and kernel ran in a call."""
-
-    operations: dict[str, int]
-
-
-@dataclass
-class Missing:
-    """A program lacks a name that is needed."""
-
-    missing: str
 
 
 @dataclass
@@ -392,7 +273,7 @@ def known_exception(name: str) -> type | None:
 
 def to_json(answer: Any) -> bytes:
     """Write an answer."""
-    return json.dumps({"answer": type(answer).__name__, **plain(answer)}).encode()
+    return json.dumps({"failure" if isinstance(answer, Failure) else "answer": plain(answer)}).encode()
 
 
 def plain(message: Any) -> Any:
@@ -404,22 +285,22 @@ def plain(message: Any) -> Any:
     return [plain(v) for v in message] if isinstance(message, (list, tuple)) else message
 
 
-def read(frame: bytes, *kinds: type) -> Any:
-    """Read an answer that may be one of some kinds.
+def read(frame: bytes, kind: Any) -> Any:
+    """Read an answer of a kind, a type as its fields have them, or a `Failure`.
 
     Raises:
-        Malformed: It is none of them; says why.
+        Malformed: It is neither; says why.
     """
     try:
         data = json.loads(frame)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"it is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise Malformed("it is not an object")
-    kind = next((each for each in kinds if each.__name__ == data.get("answer")), None)
-    if kind is None:
-        raise Malformed(f"it is not {' or '.join(each.__name__ for each in kinds)}")
-    return _typed(kind, {k: v for k, v in data.items() if k != "answer"}, kind.__name__)
+    match data:
+        case {"answer": answer, **others} if not others:
+            return _typed(kind, answer, "its answer")
+        case {"failure": failure, **others} if not others:
+            return _typed(Failure, failure, "its failure")
+    raise Malformed("it is neither an answer nor a failure")
 
 
 @functools.cache
@@ -444,9 +325,10 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return [_typed(inner[0], each, where) for each in value]
     if origin is dict and isinstance(value, dict):
         return {_typed(inner[0], k, where): _typed(inner[1], v, where) for k, v in value.items()}
-    if origin is types.UnionType and value is None:
-        return None
+    if origin is types.UnionType:
+        return None if value is None else _typed(inner[0], value, where)
     good = {
+        None: value is None,
         int: type(value) is int and 0 <= value < _LARGEST,
         float: type(value) in (int, float) and abs(value) < 1e18,
         bool: type(value) is bool,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import getpass
 import itertools
@@ -23,7 +22,6 @@ import torch
 from .. import early
 from . import kernel
 from .errors import Misbehaved, Unjudgeable
-from .messages import Start
 from .process import Process
 from .shared import Shared
 
@@ -117,22 +115,22 @@ class Nursery:
         shared = Shared(room)
         channel, theirs = socket.socketpair()
         guard, of_guard = socket.socketpair()
-        request = Start(
-            folder=str(folder),
-            readable=[*_packages(), *path, torch.__path__[0], str(_ROOT), *_headers()],
-            path=[str(_ROOT), *path],
-            limits=_limits(self.device, shared.room),
-            device=self.device,
-            sandboxed=self.sandboxed,
-            threads=self.threads,
-            imports=self.imports,
-            compiler=self._compiler,
-            environment=_private(folder, fresh=fresh),
-        )
+        request = {
+            "folder": str(folder),  # the only one that it may write to
+            "readable": [*_packages(), *path, torch.__path__[0], str(_ROOT), *_headers()],  # beside the system
+            "path": [str(_ROOT), *path],  # from which it may import, beside Python's
+            "limits": _limits(self.device, shared.room),
+            "device": self.device,
+            "sandboxed": self.sandboxed,
+            "threads": self.threads,
+            "imports": self.imports,  # by the nursery, before it forks
+            "compiler": self._compiler,  # and whether that imports torch's compiler
+            "environment": _private(folder, fresh=fresh),
+        }
         with theirs, of_guard:
             handles = [theirs.fileno(), of_guard.fileno(), shared.handle]
             try:
-                socket.send_fds(self._started[1], [json.dumps(dataclasses.asdict(request)).encode()], handles)
+                socket.send_fds(self._started[1], [json.dumps(request).encode()], handles)
             except OSError as error:
                 raise Unjudgeable(f"the process that starts programs has ended ({error.strerror})") from error
             finally:

@@ -155,7 +155,7 @@ class Process:
 
     def greet(self) -> None:
         """Wait until the process is there, and learn what confines it; it has loaded no program yet."""
-        self.pid = self._answer(_COMMAND_S, messages.Born).pid
+        self.pid = self._answer(_COMMAND_S, int)
         self.family = {self.pid, *kernel.parents(self.pid)}
         hello = self._answer(_COMMAND_S, messages.Confined)
         self.active, self.unseen = hello.active, hello.off
@@ -164,25 +164,12 @@ class Process:
 
     def load(self, attribute: str, timeout: float, branches: Branches | None = None) -> float:
         """Import the program, with marks in it if there are any; return the seconds it took."""
-        more = () if branches is None else (branches.code, branches.recorder, branches.room)
-        command = messages.Load(self._text, self._name, attribute, *more)
-        answer = self.ask(command, messages.Done, messages.Missing, timeout=timeout)
-        if isinstance(answer, messages.Missing):
+        marks = {} if branches is None else {name: getattr(branches, name) for name in ("code", "recorder", "room")}
+        start = time.perf_counter()
+        found = self.ask("load", bool, timeout=timeout, text=self._text, name=self._name, attribute=attribute, **marks)
+        if not found:
             raise Misbehaved("P4", f"{self._name} does not define {attribute}")
-        return float(answer.seconds)
-
-    def arguments(self) -> str:
-        """Ask for what the original's class is made with."""
-        return str(self.ask("arguments", messages.Arguments).arguments)
-
-    def draw(self, seed: int, timeout: float) -> messages.Drawn | None:
-        """Ask for the original's own inputs; None if its file does not draw any."""
-        answer = self.ask("inputs", messages.Drawn, messages.Missing, timeout=timeout, seed=seed)
-        return None if isinstance(answer, messages.Missing) else answer
-
-    def build(self, build: messages.Build, timeout: float) -> None:
-        """Make the program."""
-        self.ask(build, messages.Done, timeout=timeout)
+        return time.perf_counter() - start
 
     def inspect(self, *, functions: bool = False) -> messages.Inspected:
         """Ask for what the program must leave alone, with all functions of others if so asked, which takes longer."""
@@ -191,23 +178,11 @@ class Process:
 
     def state(self) -> dict[str, Description]:
         """Ask for its parameters and buffers alone."""
-        return self._named(self.ask("state", messages.State).state)
-
-    def marks(self) -> Description:
-        """Ask where the marks of its branches lie."""
-        return self.ask("marks", messages.State).state["marks"]
+        return self._named(self.ask("state", dict[str, Description]))
 
     def _named(self, state: dict[str, Description]) -> dict[str, Description]:
         self._state = {self.names.get(name) or name: m for name, m in state.items()}
         return {name: m for name, m in self._state.items() if self.names.get(name) != ""}
-
-    def seed(self, seed: int) -> None:
-        """Seed its random numbers."""
-        self.ask("seed", messages.Done, seed=seed)
-
-    def order(self, names: list[str]) -> None:
-        """Let it give gradients of parameters in this order."""
-        self.ask("order", messages.Done, names=names)
 
     def adopt(self, state: dict[str, torch.Tensor], way: str, timeout: float) -> None:
         """Give it parameters and buffers."""
@@ -215,30 +190,21 @@ class Process:
         for batch in self.shared.batches({own.get(name, name): t.contiguous() for name, t in state.items()}):
             places = self.shared.wrap(list(batch.values()))
             self.shared.fill(places, list(batch.values()), 0xFF)
-            self.ask(messages.Adopt(dict(zip(batch, places, strict=True)), way), messages.Done, timeout=timeout)
+            self.ask("adopt", timeout=timeout, places=dict(zip(batch, places, strict=True)), way=way)
 
-    def terms(self, call: Call, timeout: float) -> int:
-        """Run a call and return the number of terms of the longest sum in it."""
+    def watch(self, what: str, kind: Any, call: Call, timeout: float) -> Any:
+        """Run a call, and return what the process says of the operations in it: their ``terms`` or their ``census``."""
         self._fill(call, self._prepare(call, hold=False))
-        return int(self.ask("terms", messages.Counted, timeout=timeout).terms)
+        return self.ask(what, kind, timeout=timeout)
 
-    def census(self, call: Call, timeout: float) -> dict[str, int]:
-        """Run a call and return how often each operation and kernel ran, as the process says."""
-        self._fill(call, self._prepare(call, hold=False))
-        found: messages.Census = self.ask("census", messages.Census, timeout=timeout)
-        return {name[:200]: count for name, count in list(found.operations.items())[:500]}
-
-    def ask(self, command: Any, *kinds: type, timeout: float = _COMMAND_S, **values: Any) -> Any:
-        """Send a command, a message or its name, and return the answer; what the program raises is its misbehaviour."""
-        if dataclasses.is_dataclass(command) and not isinstance(command, type):
-            values = messages.plain(command)
-            command = type(command).__name__.lower()
+    def ask(self, command: str, kind: Any = None, *, timeout: float = _COMMAND_S, **values: Any) -> Any:
+        """Send a command, and return the answer of a kind; what the program raises is its misbehaviour."""
         resting, self._resting = self._resting, {}
         # What runs between a call and the next command would slow others down.
         if resting and self.activity() != resting and "S6" not in self.lenient:
             raise Misbehaved("S6", "it used the processor between calls")
-        self._send(pickle.dumps((command, values)))
-        return self._answer(timeout, *kinds)
+        self._send(pickle.dumps((command, messages.plain(values))))
+        return self._answer(timeout, kind)
 
     # Calls.
 
@@ -352,8 +318,7 @@ class Process:
             wanted = call.requires_grad and index not in call.constant and (t.is_floating_point() or t.is_complex())
             places[index] = dataclasses.replace(places[index], requires_grad=wanted)
         how = {each.name: getattr(call, each.name) for each in dataclasses.fields(messages.How)}
-        command = messages.Prepare(call.tree, places[:count], places[count:], hold, **how)
-        self.ask(command, messages.Done)
+        self.ask("prepare", tree=call.tree, tensors=places[:count], cotangents=places[count:], hold=hold, **how)
         return places
 
     def _fill(self, call: Call, places: Sequence[Place]) -> None:
@@ -362,7 +327,7 @@ class Process:
     def again(self, result: Result, most: int = 1 << 40) -> list[torch.Tensor]:
         """Read the results of an earlier call once more."""
         if self._home.device != "cpu":
-            self.ask("refetch", messages.Done)
+            self.ask("refetch")
         return self.tensors(result.metadata, most)
 
     # Its memory.
@@ -530,8 +495,8 @@ class Process:
         except OSError as error:
             raise Misbehaved("P4", f"its process has ended or does not listen ({error})") from error
 
-    def _answer(self, timeout: float, *kinds: type) -> Any:
-        return _read(self._frame(timeout), *kinds)
+    def _answer(self, timeout: float, kind: Any) -> Any:
+        return _read(self._frame(timeout), kind)
 
     def _frame(self, timeout: float) -> bytes:
         """Read one frame; where other programs want the same cores, it may take longer."""
@@ -568,9 +533,9 @@ class Process:
         return b"".join(parts)
 
 
-def _read(frame: bytes, *kinds: type) -> Any:
+def _read(frame: bytes, kind: Any) -> Any:
     try:
-        answer = messages.read(frame, *kinds, messages.Failure)
+        answer = messages.read(frame, kind)
     except messages.Malformed as error:
         raise Misbehaved("P4", f"its answer is none: {error}") from None
     if isinstance(answer, messages.Failure):

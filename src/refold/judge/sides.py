@@ -22,7 +22,7 @@ from . import inputs, weights
 from .branches import Branches, Cover
 from .docket import Docket
 from .errors import Misbehaved, Unjudgeable
-from .messages import Build, Description, Inspected
+from .messages import Description, Drawn, Inspected
 from .nursery import Nursery
 from .process import Call, Process, Result
 from .program import Program
@@ -125,7 +125,7 @@ class Sides:
             )
         with self.of_the_original():
             self._giver.load(self.original.attribute, terms.timeout)
-            self._arguments = self._giver.arguments()
+            self._arguments = self._giver.ask("arguments", str)
             described = self.build(self._giver, self.original, terms.dtype)
         sizes = [math.prod(m.shape) * 8 for m in described.state.values()]
         self.tree, self.first = self._own_inputs(0)
@@ -176,7 +176,7 @@ class Sides:
         self.adopt(self.state, suspect=self.shares_state)
         if self.shares_state:
             order = {name: own for own, name in names.items()}
-            self.suspect.order([order[name] for name in other])
+            self.suspect.ask("order", names=[order[name] for name in other])
 
     def _paired(self, ours: Inspected, other: dict[str, Description]) -> dict[str, str]:
         """Return the original's name for each of the candidate's parameters and buffers, or nothing if one has no twin.
@@ -244,7 +244,7 @@ class Sides:
             try:
                 if self.shares_state:
                     own = {name: one for one, name in suspect.names.items()}
-                    process.order([own[name] for name in self.state])
+                    process.ask("order", names=[own[name] for name in self.state])
                 self.adopt(self.state, suspect=self.shares_state)
                 yield self.cover
             finally:
@@ -262,8 +262,9 @@ class Sides:
     def build(self, process: Process, program: Program, dtype: str, *, compiled: bool = False) -> Inspected:
         """Make a program in its process."""
         terms, seed = self.docket.terms, self.docket.derived("build")
-        build = Build(program.attribute, self._arguments, seed, dtype, terms.device, terms.train, compiled)
-        process.build(build, terms.timeout)
+        how = {"seed": seed, "dtype": dtype, "device": terms.device, "train": terms.train, "compiled": compiled}
+        made = {"attribute": program.attribute, "arguments": self._arguments}
+        process.ask("build", timeout=terms.timeout, **made, **how)
         return process.inspect()
 
     def _timed_build(self, process: Process, program: Program) -> tuple[Inspected, float]:
@@ -281,7 +282,7 @@ class Sides:
             values = inputs.jittered(self._inputs, seed) if seed else list(self._inputs)
         else:
             with self.of_the_original():
-                drawn = self._giver.draw(seed, self.docket.terms.timeout)
+                drawn = self._giver.ask("inputs", Drawn | None, timeout=self.docket.terms.timeout, seed=seed)
                 if drawn is None:
                     raise Unjudgeable(f"{self.original.name} does not define get_inputs(), and no inputs are given")
                 tree, values = drawn.tree, self._giver.tensors(drawn.tensors, 1 << 40)

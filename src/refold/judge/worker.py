@@ -35,12 +35,12 @@ import socket
 import struct
 import sys
 import tempfile
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -307,18 +307,25 @@ class Stub:
         while True:
             frame = receive(self._channel)
             try:
-                answer = self._obey(*pickle.loads(frame)) if frame else self.go()
+                command, values = pickle.loads(frame) if frame else ("go", {})
+                answer = getattr(self, f"do_{command}")(**values)
             except BaseException as error:
                 answer = _failure(error, self._file)
             send(self._channel, messages.to_json(answer))
 
-    def _obey(self, name: str, values: dict[str, Any]) -> Any:
-        begun = time.perf_counter()
-        answer = getattr(self, "do_" + name)(**values)
-        return messages.Done(time.perf_counter() - begun) if answer is None else answer
+    def do_load(
+        self, text: str, name: str, attribute: str, code: bytes = b"", recorder: str = "", room: int = 0
+    ) -> bool:
+        """Import a program's source as a file of this name, and say whether it defines what it is judged by.
 
-    def do_load(self, text: str, name: str, attribute: str, code: bytes, recorder: str, room: int) -> Any:
-        """Import a program's source and find the class or function it is judged by."""
+        Args:
+            text: The source.
+            name: Of the file.
+            attribute: The class or function that is judged.
+            code: What runs in place of the text, if anything: the same with marks.
+            recorder: The name by which it reaches what writes the marks.
+            room: How many marks there may be.
+        """
         self._file = str(self._folder / name)
         Path(self._file).write_text(text, encoding="utf-8")
         if code:
@@ -327,21 +334,21 @@ class Stub:
             self._source = _import(Path(self._file), run=marshal.loads(code), **{recorder: self._recorder})
         else:
             self._source = _import(Path(self._file))
-        return None if hasattr(self._source, attribute) else messages.Missing(attribute)
+        return hasattr(self._source, attribute)
 
     def do_marks(self) -> Any:
         """Say where the marks lie."""
-        return messages.State({"marks": _describe(self._recorder.tensor)})
+        return _describe(self._recorder.tensor)
 
     def do_seed(self, seed: int) -> None:
         """Seed the random state."""
         surroundings.seed(seed)
 
-    def do_arguments(self) -> Any:
-        """Read the arguments that the original's class is made with, unread by the judge."""
+    def do_arguments(self) -> str:
+        """Read the arguments that the original's class is made with, as text that the judge passes on unread."""
         torch.manual_seed(0)
         arguments: Any = getattr(self._source, "get_init_inputs", list)()
-        return messages.Arguments(base64.b64encode(pickle.dumps(arguments)).decode())
+        return base64.b64encode(pickle.dumps(arguments)).decode()
 
     def do_build(
         self, attribute: str, arguments: str, seed: int, dtype: str, device: str, train: bool, compiled: bool
@@ -367,7 +374,7 @@ class Stub:
         """Draw the original's own inputs."""
         surroundings.seed(seed)
         if not hasattr(self._source, "get_inputs"):
-            return messages.Missing("get_inputs")
+            return None
         leaves: list[torch.Tensor] = []
         tree = _flatten(self._source.get_inputs(), leaves, result=False)
         self._inputs = [leaf.detach().cpu().contiguous() for leaf in leaves]
@@ -383,7 +390,7 @@ class Stub:
         if own := {n for n, f in found if self._surroundings.is_own(f)}:
             settings["methods by which users reach it"] = f"its own: {', '.join(sorted(own))}"
         return messages.Inspected(
-            state=self.do_state().state,
+            state=self.do_state(),
             modes="" if self._module is None else str(_of_modules(self._module)),
             settings=settings,
             patched=self._surroundings.replaced() if functions else [],
@@ -402,7 +409,7 @@ class Stub:
     def do_state(self) -> Any:
         """Describe parameters and buffers."""
         state = self._given or ({} if self._module is None else self._module.state_dict(keep_vars=True))
-        return messages.State({name: self._stated(name, t) for name, t in state.items() if isinstance(t, torch.Tensor)})
+        return {name: self._stated(name, t) for name, t in state.items() if isinstance(t, torch.Tensor)}
 
     def _stated(self, name: str, t: torch.Tensor) -> Any:
         """Describe a parameter or buffer; of one on a device, a copy on the host that is kept."""
@@ -462,21 +469,21 @@ class Stub:
         """Give gradients of parameters in this order; others follow as they are defined."""
         self._order = names
 
-    def do_census(self) -> Any:
+    def do_census(self) -> dict[str, int]:
         """Run the prepared call and count the operations and kernels that run in it."""
         if self._device == "cpu" and not private.imported_dynamo():  # else loading the profiler takes seconds
             with _Census() as census:
-                self.go()
-            return messages.Census(census.counts)
+                self.do_go()
+            return census.counts
         with torch.profiler.profile() as profile:
-            self.go()
-        return messages.Census({event.key: event.count for event in profile.key_averages()})
+            self.do_go()
+        return {event.key: event.count for event in profile.key_averages()}
 
-    def do_terms(self) -> Any:
+    def do_terms(self) -> int:
         """Run the prepared call and count the terms of its longest sum."""
         with _Terms() as terms:
-            self.go()
-        return messages.Counted(terms.longest)
+            self.do_go()
+        return int(terms.longest)
 
     def do_prepare(self, tensors: list[Any], cotangents: list[Any], **values: Any) -> None:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""
@@ -494,7 +501,7 @@ class Stub:
             ctypes.CDLL(None).mallopt(_M_PERTURB, ready.perturb ^ 0xFF if ready.perturb else 0)
         surroundings.seed(ready.seed)
 
-    def go(self) -> Any:
+    def do_go(self) -> Any:
         """Call the program on the inputs in the prepared places."""
         if self._device == "cpu":
             tree, outputs, left = uses.run(self._ready.use, self._run, self._module, self._given)
@@ -803,7 +810,7 @@ def _nursery(control: socket.socket) -> None:
         message, handles, _, _ = socket.recv_fds(control, 1 << 16, 3)
         if not message:
             return
-        request = messages.Start(**json.loads(message))
+        request = SimpleNamespace(**json.loads(message))
         for name in request.imports:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
@@ -827,7 +834,7 @@ def _born(request: Any, channel: socket.socket, guard: socket.socket, region: in
         start, started = os.pipe()
         child = os.fork()
         if child:
-            send(channel, messages.to_json(messages.Born(child)))
+            send(channel, messages.to_json(child))
             os.write(started, b"1")
             channel.close()
             os.close(region)
@@ -841,7 +848,7 @@ def _born(request: Any, channel: socket.socket, guard: socket.socket, region: in
         os.close(start)
         os.close(started)
     else:
-        send(channel, messages.to_json(messages.Born(os.getpid())))
+        send(channel, messages.to_json(os.getpid()))
     guard.close()
     folder = Path(request.folder)
     os.environ.update(request.environment)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from refold.errors import ArgumentError, TargetError
-from refold.judge import Judge, Nursery, Terms, judge, kernel, messages, process, race, replay, results, sides, source
+from refold.judge import Judge, Nursery, Terms, judge, kernel, process, race, replay, results, sides, source
 from refold.judge import sandbox as sandbox_of_judge
 from refold.judge.errors import Misbehaved
 from refold.judge.terms import LEVELS
@@ -194,7 +194,8 @@ def test_what_runs_on_when_it_has_been_stopped_is_refused(nursery, monkeypatch):
     with nursery.program(code, "candidate.py", room=1 << 16) as worker:
         worker.load("ModelNew", 20.0)
         nothing = base64.b64encode(pickle.dumps([])).decode()
-        worker.build(messages.Build("ModelNew", nothing, 0, "float32", "cpu", False), 20.0)
+        how = {"dtype": "float32", "device": "cpu", "train": False, "compiled": False}
+        worker.ask("build", attribute="ModelNew", arguments=nothing, seed=0, **how)
         tree = {"sequence": "tuple", "items": [{"tensor": 0}, {"tensor": 1}]}
         monkeypatch.setattr(process.Process, "tensors", released)
         with pytest.raises(Misbehaved, match="ran on when it had been stopped"):

@@ -40,7 +40,11 @@ def census(case: Case) -> None:
     sides = case.sides
     call = sides.call(sides.drawn("normal", "census"))
     try:
-        own, theirs = (each.census(call, case.docket.terms.timeout) for each in (sides.suspect, sides.witness))
+        both = (
+            each.watch("census", dict[str, int], call, case.docket.terms.timeout)
+            for each in (sides.suspect, sides.witness)
+        )
+        own, theirs = ({name[:200]: count for name, count in list(one.items())[:500]} for one in both)
     except Misbehaved:
         return
     calls = sorted(name for name in own if name.removeprefix("aten::") in LIBRARY)

@@ -170,7 +170,7 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
     values = inputs.longer(sides.first, size, times, case.docket.derived("rows"))
     longest = sides.longest
     try:
-        terms = sides.reference.terms(sides.wide(Call(sides.tree, values)), case.docket.terms.timeout)
+        terms = sides.reference.watch("terms", int, sides.wide(Call(sides.tree, values)), case.docket.terms.timeout)
         sides.longest = max(longest, terms) ** 2
         elsewhere(case, said := f"{times} times as many rows as {size}", values, f"not for {said}")
     except Raised:
