@@ -40,7 +40,7 @@ def close(found, expected, terms: int) -> None:
 
 
 def gradients(function, op: str, packed: bool, **options):
-    """Return the gradients of the sum of the results' squares, and the results."""
+    """Return the gradients of the sum of the results' squares, and the results, as one program."""
     given = {name: jnp.asarray(a, jnp.float32) for name, a in problem(op, PACKS[packed]).items()}
     offsets = {"cu_seqlens": jnp.asarray(PACKS[packed])} if packed else {}
 
@@ -48,7 +48,7 @@ def gradients(function, op: str, packed: bool, **options):
         y, state = function(**given, **offsets, **options)
         return (y * y).sum() + (state * state).sum(), (y, state)
 
-    return jax.grad(loss, has_aux=True)(given)
+    return jax.jit(jax.grad(loss, has_aux=True))(given)
 
 
 @functools.cache

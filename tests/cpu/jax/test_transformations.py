@@ -114,9 +114,14 @@ def examples(name: str) -> tuple[Arrays, ...]:
 
 
 @functools.cache
-def plain(name: str) -> tuple[tuple[tuple[jax.Array, ...], Arrays], ...]:
-    """Return the results and the gradients of the plain calls."""
-    return tuple(value_and_gradients(name)(arrays) for arrays in examples(name))
+def plain(name: str, call: int = 0) -> tuple[tuple[jax.Array, ...], Arrays]:
+    """Return the results and the gradients of a plain call."""
+    return value_and_gradients(name)(examples(name)[call])
+
+
+def all_plain(name: str) -> Any:
+    """Return those of all three calls, stacked."""
+    return stack(plain(name, call) for call in range(3))
 
 
 def value_and_gradients(name: str, function: Any = None) -> Callable[[Arrays], tuple[tuple[jax.Array, ...], Arrays]]:
@@ -151,18 +156,18 @@ def stack(trees: Any) -> Any:
 @NAMES
 def test_plain_call_is_the_definition(name: str) -> None:
     """What the others are compared with; the contract test does this for other cases."""
-    equal(name, plain(name)[0][0], given(name).reference())
+    equal(name, plain(name)[0], given(name).reference())
 
 
 @few("ssd-chunks", "ssd_step", "selective_scan-packed", "linear_scan", "causal_conv1d-packed", "gated_rmsnorm")
 def test_jit_of_gradients(name: str) -> None:
-    equal(name, jax.jit(value_and_gradients(name))(examples(name)[1]), plain(name)[1])
+    equal(name, jax.jit(value_and_gradients(name))(examples(name)[1]), plain(name, 1))
 
 
 @few("ssd-packed", "ssd_step", "selective_scan-packed", "linear_scan-packed", "causal_conv1d-packed", "gated_rmsnorm")
 def test_vmap_of_values_and_gradients(name: str) -> None:
     """Over every array at once; packs are cut in other places in each example."""
-    equal(name, jax.vmap(value_and_gradients(name))(stack(examples(name))), stack(plain(name)))
+    equal(name, jax.vmap(value_and_gradients(name))(stack(examples(name))), all_plain(name))
 
 
 @FEWER
@@ -178,18 +183,18 @@ def test_vmap_over_one_array(name: str) -> None:
 @few("ssd-packed", "selective_scan", "linear_scan-packed", "causal_conv1d_step", "gated_rmsnorm")
 def test_gradients_inside_and_through_scan(name: str) -> None:
     inside = jax.lax.scan(lambda _, arrays: (None, value_and_gradients(name)(arrays)), None, stack(examples(name)))[1]
-    equal(name, inside, stack(plain(name)))
+    equal(name, inside, all_plain(name))
 
     def scanned(arrays: Arrays) -> tuple[jax.Array, ...]:
         return jax.lax.scan(lambda _, arrays: (None, operator(name)(arrays)), None, arrays)[1]
 
-    equal(name, value_and_gradients(name, scanned)(stack(examples(name))), stack(plain(name)))
+    equal(name, value_and_gradients(name, scanned)(stack(examples(name))), all_plain(name))
 
 
 @few("ssd", "selective_scan", "linear_scan", "causal_conv1d-packed")
 def test_checkpoint(name: str) -> None:
     checkpointed = value_and_gradients(name, jax.checkpoint(operator(name)))
-    equal(name, checkpointed(examples(name)[0]), plain(name)[0])
+    equal(name, checkpointed(examples(name)[0]), plain(name))
 
 
 @few(
@@ -204,7 +209,7 @@ def test_checkpoint(name: str) -> None:
 def test_jvp_is_the_transpose_of_the_gradient(name: str) -> None:
     """With results r and their squares summed: ``2 r · J v`` equals ``gradients · v``."""
     arrays = examples(name)[0]
-    results, gradients = plain(name)[0]
+    results, gradients = plain(name)
     tangents = {key: examples(name)[1][key] for key in gradients}
     others = {key: a for key, a in arrays.items() if key not in gradients}
     function = operator(name)
@@ -222,7 +227,7 @@ def test_donated_state(name: str) -> None:
     arrays = dict(examples(name)[0])
     state = jnp.copy(arrays.pop("state"))
     step = jax.jit(lambda state, arrays: operator(name)({**arrays, "state": state}), donate_argnums=0)
-    equal(name, step(state, arrays), plain(name)[0][0])
+    equal(name, step(state, arrays), plain(name)[0])
     assert state.is_deleted()
 
 
@@ -265,7 +270,7 @@ def test_shard_map(name: str, cut: str) -> None:
         operator(name), mesh=mesh, in_specs=(specs,), out_specs=tuple(placed(a, cut) for a in outputs)
     )
     found = jax.jit(value_and_gradients(name, spread))(arrays)
-    equal(name, found, plain(name)[0])
+    equal(name, found, plain(name))
 
 
 # What is cut over eight devices: rows, heads or channels, or time; or rows and heads over two axes of the mesh.
@@ -310,7 +315,7 @@ def test_meshes(name: str, cuts: dict[str, str], kind: AxisType) -> None:
     arrays = {key: jax.device_put(a, NamedSharding(mesh, spec(axes[key]))) for key, a in examples(name)[0].items()}
     with jax.set_mesh(mesh):
         found = jax.jit(value_and_gradients(name))(arrays)
-        equal(name, found, plain(name)[0])
+        equal(name, found, plain(name))
         if kind is AxisType.Explicit:
             for result, letters in zip(operator(name)(arrays), outputs, strict=True):
                 assert result.sharding.spec == spec(letters), (result.sharding.spec, letters)
