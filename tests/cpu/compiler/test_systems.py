@@ -126,6 +126,13 @@ def test_bounded_scans_and_their_gradients(way, steady, missing):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_second_derivatives_within_bounds(way):
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(STEPS, 2, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    start = torch.zeros(2, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda *xs: BOUNDED_SCAN(*xs, None, start, False, *TIES), given)
+
+
 OPERANDS = ("scale", "shift", "low", "high")
 
 

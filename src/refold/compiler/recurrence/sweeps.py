@@ -86,23 +86,6 @@ def _prepared_bounds(
     return share_out(_smooth if smooth else _bounded, given, ((),), (0, lanes), LANES, steps * lanes), lanes
 
 
-def handed_back(share: Tensor, grad: Tensor) -> Tensor:
-    """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``; a share of zero reads nothing."""
-    lam = torch.empty_like(grad, memory_format=torch.contiguous_format)
-    sweep, lanes = _prepared_adjoint(grad.shape, grad.dtype)
-    sweep(_plain(share), _plain(grad), lam, torch.empty(lanes, dtype=grad.dtype))
-    return lam
-
-
-@lru_cache(maxsize=64)
-def _prepared_adjoint(shape: torch.Size, dtype: torch.dtype) -> tuple[Callable[..., None], int]:
-    steps, *rest = shape
-    lanes = math.prod(rest)
-    whole = ArgumentPlace(dtype, (steps * lanes,))
-    given = (np.array([steps, lanes]), whole, whole, whole, ArgumentPlace(dtype, (lanes,)))
-    return share_out(_handed_back, given, ((),), (0, lanes), LANES, steps * lanes), lanes
-
-
 def _plain(x: Tensor) -> Tensor:
     """Return a contiguous tensor whose memory holds its values."""
     x = x.resolve_conj().resolve_neg()
@@ -241,19 +224,3 @@ def _smooth(sizes: Any, shift: Any, floor: Any, start: Any, h: Any, last: Any, b
                 top = a if a > b or a != a else b
                 last[c] = top if np.isinf(top) else top + np.log1p(np.exp(-abs(a - b)))
                 h[now + c] = last[c]
-
-
-@kernel()
-def _handed_back(sizes: Any, share: Any, grad: Any, lam: Any, last: Any, blocks: Any) -> None:
-    steps, lanes = sizes[0], sizes[1]
-    for begin, end in blocks:
-        first, width = np.uintp(begin), np.uintp(end - begin)
-        for c in range(width):
-            last[first + c] = 0
-        for n in range(steps):
-            now = np.uintp((steps - 1 - n) * lanes + begin)
-            for c in range(width):
-                adjoint, kept = grad[now + c] + last[first + c], share[now + c]
-                lam[now + c] = adjoint
-                product = kept * adjoint
-                last[first + c] = product if kept != 0 else kept

@@ -68,15 +68,6 @@ def bounded(
     return h
 
 
-def handed_back(share: Tensor, grad: Tensor) -> Tensor:
-    """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``; a share of zero reads nothing."""
-    steps, lam = grad.shape[0], torch.empty_like(grad, memory_format=torch.contiguous_format)
-    shares, grads = _flat(share, steps), _flat(grad, steps)
-    lanes = grads.shape[1]
-    _launch(_handed_back_kernel, lanes, shares, grads, lam, lanes, steps, *shares.stride(), *grads.stride(), AHEAD=8)
-    return lam
-
-
 def _flat(x: Tensor, *leading: int) -> Tensor:
     """Return a tensor with one axis of lanes after the leading ones, of real numbers: pairs for complex ones."""
     x = x.detach().reshape(*leading, -1)
@@ -232,26 +223,3 @@ def _bounded_kernel(
                 last = tl.minimum(last, highs[k], propagate_nan=tl.PropagateNan.ALL).to(kind)
             place = h_ptr + _place(lane, first + k, steps, False) * lanes + lane
             tl.store(place, last, mask=mask & (_place(lane, first + k, steps, False) < steps))
-
-
-@triton.jit
-def _handed_back_kernel(
-    share_ptr, grad_ptr, lam_ptr, lanes, steps, share_time, share_lane, grad_time, grad_lane,
-    AHEAD: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Grid (blocks of lanes,)."""
-    lane = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
-    mask = lane < lanes
-    kept = tl.zeros((LANES,), lam_ptr.dtype.element_ty)
-    for first in range(0, steps, AHEAD):
-        shares = ()
-        grads = ()
-        for k in tl.static_range(AHEAD):
-            t, live = _place(lane, first + k, steps, True), mask & (_place(lane, first + k, steps, False) < steps)
-            shares = shares + (tl.load(share_ptr + t * share_time + lane * share_lane, mask=live, other=0.0),)
-            grads = grads + (tl.load(grad_ptr + t * grad_time + lane * grad_lane, mask=live, other=0.0),)
-        for k in tl.static_range(AHEAD):
-            lam = grads[k] + kept
-            place = lam_ptr + _place(lane, first + k, steps, True) * lanes + lane
-            tl.store(place, lam, mask=mask & (_place(lane, first + k, steps, False) < steps))
-            kept = tl.where(shares[k] == 0, 0.0, shares[k] * lam)

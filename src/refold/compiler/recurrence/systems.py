@@ -12,7 +12,7 @@ other, in one pass over memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.torch.nodes import define, differentiate, refuse_derivative
+from ...ops.torch.nodes import define, differentiate
+from ..ir.operators import SCAN
 
 PAIRED = 4
 """Coupled values of one system, if steps are composed: a product of two matrices of 4 rows has 64 terms."""
@@ -104,7 +105,7 @@ def _apply(A: Tensor, x: Tensor) -> Tensor:
     return A[..., 0] * x if A.shape[-1] == 1 else (A * x.unsqueeze(-2)).sum(-1)
 
 
-def _solve(A: Tensor, b: Tensor, apply: Callable[[Tensor, Tensor], Tensor] = _apply) -> Tensor:
+def _solve(A: Tensor, b: Tensor) -> Tensor:
     """Return all states (t, ..., n) from zero. A is (t or 1, ..., n, n); its first matrix counts for nothing."""
     count = b.shape[0]
     if count == 1:
@@ -112,11 +113,11 @@ def _solve(A: Tensor, b: Tensor, apply: Callable[[Tensor, Tensor], Tensor] = _ap
     steady = A.shape[0] == 1
     odd = A if steady else A[1::2]
     before = A if steady else A[: count - 1 : 2]
-    pairs = _solve(_product(odd, before), apply(odd, b[: count - 1 : 2]) + b[1::2], apply)
+    pairs = _solve(_product(odd, before), _apply(odd, b[: count - 1 : 2]) + b[1::2])
     h = torch.empty_like(b, memory_format=torch.contiguous_format)
     h[1::2], h[:1] = pairs, b[:1]
     if count > 2:
-        h[2::2] = apply(A if steady else A[2::2], pairs[: (count - 1) // 2]) + b[2::2]
+        h[2::2] = _apply(A if steady else A[2::2], pairs[: (count - 1) // 2]) + b[2::2]
     return h
 
 
@@ -244,7 +245,10 @@ def _save_bounded(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _bounded_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Hand on the share of a state's gradient that the carried side had in it: all, what a tie leaves it, or none."""
+    """Hand on the share of a state's gradient that the carried side had in it: all, what a tie leaves it, or none.
+
+    Of ``lam[t] = grad[t] + factor[t + 1] lam[t + 1]``, a factor of zero is a reset: it reads nothing.
+    """
     scale, shift, low, high, initial, h = ctx.saved_tensors
     before = torch.cat([initial[None], h[:-1]])
     carried = (before if scale is None else scale * before) + shift
@@ -257,7 +261,8 @@ def _bounded_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         below, top = _shared(-torch.maximum(carried, low), -high, ctx.high_shares)
         shares = [below * shares[0], below * shares[1], top]
     factor = shares[0] if scale is None else _kept(shares[0], scale)
-    lam = BOUNDED_ADJOINT(factor, grad)
+    later = torch.cat([factor[1:], torch.zeros_like(factor[:1])])[None]
+    lam = SCAN.target(*SCAN.args(a=later, x=grad[None], reset=later == 0, reverse=True))[0][0]
     moved, *held = (_kept(share, lam) for share in shares)
     found = [None if scale is None else _kept(moved, before), moved, held[0], None if high is None else held[1]]
     own = [
@@ -276,15 +281,6 @@ def _shared(x: Tensor, bound: Tensor, shares: Sequence[float]) -> list[Tensor]:
     return [above.to(x.dtype) + tie * equal, below.to(x.dtype) + (1 - tie) * equal]
 
 
-def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
-    """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``, all (t, ...)."""
-    if grad.numel() and (sweeps := _sweeps(grad)) is not None:
-        return sweeps.handed_back(share, grad)
-    later = share.roll(-1, 0).flip(0)[..., None, None]
-    lam = _solve(later, grad.flip(0)[..., None], lambda A, x: _kept(A[..., 0], x))
-    return lam[..., 0].flip(0).contiguous()
-
-
 def _kept(share: Tensor, x: Tensor) -> Tensor:
     """Multiply by a share of which zero reads nothing, as autograd's maximum does: not even what is not finite."""
     return torch.where(share == 0, 0.0, share * x)
@@ -298,5 +294,3 @@ BOUNDED_SCAN = define(
     all_steps,
 )
 differentiate("bounded_scan", _bounded_backward, _save_bounded)
-BOUNDED_ADJOINT = define("bounded_adjoint", "(Tensor share, Tensor grad) -> Tensor", _handed_back, _like_second)
-refuse_derivative("bounded_adjoint")
