@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from refold.bench import scale_model
 from refold.bench.plots import GPU, device, granite_rows, published_rows, standing
 from refold.bench.published import COUNTED
 from refold.bench.published import RESULTS as RESULTS_PUBLISHED
@@ -552,32 +554,74 @@ def engines() -> str:
     })  # fmt: skip
 
 
-def scale() -> str:
-    """Return the table of sequences that ranks share: a line per operator or model, pass and tokens of a rank."""
-    rows = [row for suite in ("scale", "scale-models") for row in stored(RESULTS, "nvidia-h100-80gb-hbm3", suite)]
-    of = {(row["op"], row["pass"], row["tokens"], row["backend"]): row["median_s"] for row in rows if measured(row)}
+def scale(gpu: str) -> Callable[[], str]:
+    """Return what makes the table of sequences that GPUs share: a line per operator, pass and tokens of a rank."""
 
-    def took(row: Row, backend: str, tokens: int) -> float | None:
-        return of.get((row["op"], row["pass"], tokens, backend))
+    def draw() -> str:
+        rows = scale_model.rows(RESULTS, gpu)
+        found: dict[tuple[Any, ...], Row] = {}
+        for way in ("", "all-to-all"):
+            for each in scale_model.shared(rows, way):
+                line = found.setdefault((each.op, each.kind, each.tokens), {**each.row, "each": each})
+                line.setdefault(way, {})[each.ranks] = each
+        counts = sorted({ranks for line in found.values() for ranks in line[""]})
 
-    def of_one(tokens: int, gpus: int) -> Callable[[Row], str]:
-        def cell(row: Row) -> str:
-            one = took(row, "1 ranks", row["tokens"] * tokens // 2)
-            return "-" if one is None else f"{100 * one / row['median_s'] / gpus:.0f} %"
+        def over(
+            value: Callable[[scale_model.SharedCall], float | None], form: str, way: str = ""
+        ) -> Callable[[Row], str]:
+            def cell(line: Row) -> str:
+                told = [value(line[way][ranks]) if ranks in line.get(way, {}) else None for ranks in counts]
+                return " / ".join("-" if one is None else format(one, form) for one in told)
 
-        return cell
+            return lambda line: "-" if set(cell(line)) <= set("- /") else cell(line)
 
-    def ms(seconds: float | None) -> str:
-        return "-" if seconds is None else _ms(1e3 * seconds)
+        return table(list(found.values()), {
+            "operator or model": key("op"), "pass": key("pass"),
+            "tokens of a rank": lambda line: f"{line['each'].tokens:,}",
+            "one GPU": lambda line: "-" if line["each"].alone is None else _ms(1e3 * line["each"].alone),
+            " / ".join(map(str, counts)) + " GPUs, ms": over(lambda each: 1e3 * each.seconds, ",.4g"),
+            "weak": over(lambda each: each.weak, ".0%"), "strong": over(lambda each: each.strong, ".0%"),
+            "all-to-all, ms": over(lambda each: 1e3 * each.seconds, ",.4g", "all-to-all"),
+            "sent, MB": over(lambda each: each.row["sent_bytes"] / 1e6, ",.1f"),
+        })  # fmt: skip
 
-    shown = [row for row in rows if row["backend"] == "2 ranks" and measured(row)]
-    shown = [row for row in shown if took(row, "1 ranks", row["tokens"] // 2) is not None]
-    return table(sorted(shown, key=lambda row: ("layers" in row, row["op"], row["pass"], row["tokens"])), {
-        "operator or model": key("op"), "pass": key("pass"), "tokens of a rank": lambda row: f"{row['tokens'] // 2:,}",
-        "one GPU": lambda row: ms(took(row, "1 ranks", row["tokens"] // 2)),
-        "two GPUs, twice the tokens": lambda row: ms(row["median_s"]), "efficiency": of_one(1, 1),
-        "strong": of_one(2, 2), "all-to-all": lambda row: ms(took(row, "2 ranks, all-to-all", row["tokens"])),
-        "sent": lambda row: f"{row['sent_bytes'] / 1e6:.1f} MB" if "sent_bytes" in row else "-",
+    return draw
+
+
+def scale_fit() -> str:
+    """Return the table of the model of time: what was fitted, and its largest error where the GPU tells the time."""
+    lines = []
+    for calls in scale_model.groups(scale_model.rows(RESULTS, GPU)):
+        fitted = scale_model.fit(calls)
+        wrong = {True: 0.0, False: 0.0}
+        for each in calls:
+            if each.alone is not None:
+                long = each.tokens >= scale_model.LONG["layers" in each.row]
+                wrong[long] = max(wrong[long], abs(fitted.seconds(each.alone, each.ranks) / each.seconds - 1))
+        lines.append({**calls[0].row, "fit": fitted, "long": wrong[True], "short": wrong[False]})
+
+    def part(name: str, unit: float, text: str) -> Callable[[Row], str]:
+        return lambda row: format(getattr(row["fit"], name) * unit, text)
+
+    return table(lines, {
+        "operator or model": key("op"), "pass": key("pass"),
+        "s": part("share", 1, ".1%"), "E, ms": part("call", 1e3, ".2f"),
+        "g, ms": part("rank", 1e3, ".3f"), "H, ms": part("host", 1e3, ".1f"),
+        "largest error, long": lambda row: f"{row['long']:.1%}", "short": lambda row: f"{row['short']:.1%}",
+    })  # fmt: skip
+
+
+def scale_paper() -> str:
+    """Return the table of forward of ssd over many ranks of different hosts, on paper."""
+    found = scale_model.groups(scale_model.rows(RESULTS, GPU))
+    (calls,) = (calls for calls in found if (calls[0].op, calls[0].kind) == ("ssd", "forward"))
+    lines = []
+    for ranks in (2, 16, 128, 1024):
+        took, efficiency = scale_model.on_paper(calls, 131072, ranks)
+        lines.append({**calls[0].row, "ranks": ranks, "took": took, "efficiency": efficiency})
+    return table(lines, {
+        "ranks": key("ranks"), "tokens": lambda row: f"{131072 * row['ranks']:,}",
+        "forward": lambda row: f"{1e3 * row['took']:.1f} ms", "efficiency": lambda row: f"{row['efficiency']:.0%}",
     })  # fmt: skip
 
 
@@ -617,7 +661,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
     "prefill": generation("prefill"), "generate": generate, "generation": generation("generation"),
-    "ssd_jax": ssd_jax, "scale": scale, "engines": engines, "starts": starts,
+    "ssd_jax": ssd_jax, "scale": scale(GPU), "scale_h100": scale("nvidia-h100-80gb-hbm3"),
+    "scale_fit": scale_fit, "scale_paper": scale_paper, "engines": engines, "starts": starts,
     "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),
 }  # fmt: skip
 

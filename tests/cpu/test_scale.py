@@ -7,6 +7,7 @@ from torch.distributed import all_reduce, group
 from refold import ops
 from refold.bench.all_to_all import all_to_all
 from refold.bench.scale import overlap, scale
+from refold.bench.scale_model import BETWEEN_HOSTS, Fit, fit, groups, on_paper
 from refold.errors import ArgumentError
 from refold.ops import timed
 from refold.parallel import Cut
@@ -59,6 +60,25 @@ def test_rows_of_ranks_and_of_groups_of_them():
 def test_groups_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(ArgumentError, match="must divide the most ranks, 3"):
         list(scale(ranks=(1, 2, 3), device="cpu"))
+
+
+def test_the_model_of_time_finds_what_rows_were_made_of():
+    def row(ranks, tokens, seconds):
+        return {"op": "ssd", "pass": "forward", "backend": f"{ranks} ranks", "tokens": ranks * tokens,
+                "median_s": seconds, "sent_bytes": (ranks - 1) * 10**6}  # fmt: skip
+
+    made = Fit(share=0.03, call=2e-5, rank=1e-5, host=9e-4)
+    alone = {n: n / 1e8 for n in (2**15, 2**17, 2**18, 2**19)}
+    rows = [row(1, n, p) for n, p in alone.items()]
+    rows += [row(ranks, n, made.seconds(p, ranks)) for n, p in alone.items() for ranks in (2, 4)]
+    (calls,) = groups(rows)
+    assert fit(calls) == pytest.approx(made)
+    two = next(each for each in calls if (each.ranks, each.tokens) == (2, 2**17))
+    assert two.weak == pytest.approx(alone[2**17] / two.seconds)
+    assert two.strong == pytest.approx(alone[2**18] / two.seconds / 2)
+    took, efficiency = on_paper(calls, 2**17, 1024)
+    assert took == pytest.approx(1.03 * alone[2**17] + 2e-5 + 1023 * 1e6 / BETWEEN_HOSTS)
+    assert efficiency == pytest.approx(alone[2**17] / took)
 
 
 def test_what_is_hidden():

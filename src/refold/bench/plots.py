@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ArgumentError, MissingDependency
 from ..ops.spec import load
+from . import scale_model
 from .published import RESULTS
 from .rows import Row, measured, rounded, stored
 
@@ -431,6 +432,48 @@ def _dots(panel: Any, values: Sequence[float | None], at: Sequence[float], progr
                        color=COLOURS[program] if value is None else INK)  # fmt: skip
 
 
+# Ranks ------------------------------------------------------------------------------------------
+
+
+def scale_rows(results: Path) -> list[Row]:
+    """Return the rows of sequences that ranks share."""
+    return scale_model.rows(results, GPU)
+
+
+def draw_scale(plt: Any, rows: list[Row]) -> Any:
+    """Draw weak scaling and strong scaling as measured, and weak scaling over many hosts on paper."""
+    figure, panels = plt.subplots(1, 3, figsize=(10, 3.8), layout="constrained")
+    weak, strong, paper = panels
+    found = scale_model.groups(rows)
+    colours = dict(zip(dict.fromkeys(calls[0].op for calls in found), (PEER, OURS, EAGER), strict=True))
+    for calls in found:
+        name, kind = calls[0].op, calls[0].kind
+        look = {"color": colours[name], "label": f"{name}, {kind}"}
+        look |= {"marker": "o", "linestyle": "-" if kind == "forward" else ":"}
+        most = max(each.ranks for each in calls)
+        wide = [each for each in calls if each.ranks == most and each.weak is not None]
+        weak.plot([each.tokens for each in wide], [100 * (each.weak or 0) for each in wide], **look)
+        whole = [each for each in calls if each.ranks * each.tokens == 131072 * most and each.strong is not None]
+        strong.plot(
+            [1, *(each.ranks for each in whole)], [1, *(each.ranks * (each.strong or 0) for each in whole)], **look
+        )
+        ranks = [2**i for i in range(1, 11)]
+        paper.plot(ranks, [100 * scale_model.on_paper(calls, 131072, n)[1] for n in ranks], **look | {"marker": ""})
+    tokens = [16384 * 4**i for i in range(4)]
+    weak.set(xscale="log", title=f"weak: {most} GPUs over one, %", xlabel="tokens of a rank", ylim=(0, 105))
+    weak.set_xticks(tokens, [f"{n // 1024}K" for n in tokens])
+    strong.plot([1, most], [1, most], color=SOFT, linewidth=1)
+    strong.set(title=f"strong: {131072 * most:,} tokens", xlabel="GPUs", ylabel="times as fast as one GPU", ylim=0)
+    strong.set_xticks([2**i for i in range(most.bit_length())])
+    paper.set(xscale="log", title="weak on paper, %", xlabel="GPUs of different hosts, 50 GB/s each", ylim=(0, 105))
+    paper.set_xticks([2, 16, 128, 1024], ["2", "16", "128", "1,024"])
+    for panel in (weak, paper):
+        panel.minorticks_off()
+    figure.suptitle(device(rows[0]), fontsize=9, x=0.01, ha="left", color=SOFT)
+    figure.legend(*weak.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
+    return figure
+
+
 def _logarithmic(panel: Any, label: str) -> None:
     """Give a panel of dots its logarithmic axis, with plain numbers, and room for the numbers next to the dots."""
     from matplotlib.ticker import LogLocator, NullLocator
@@ -467,6 +510,7 @@ PLOTS = {
     "decode": Plot("Tokens per second of decoding, and what the device allows.", decode_rows, draw_decode),
     "prefill": Plot("Tokens per second and memory over the length of a prompt.", prefill_rows, draw_prefill),
     "gradients": Plot("Forward and backward of the operators: time and memory.", gradient_rows, draw_gradients),
+    "scale": Plot("Sequences that GPUs share: weak and strong scaling, and on paper.", scale_rows, draw_scale),
     "accuracy": Plot("Errors of the GPU kernels against float64.", accuracy_rows, draw_accuracy),
 }
 
