@@ -28,7 +28,6 @@ NAMES = ["torch", "numba", "jax", *(["triton"] if os.environ.get("TRITON_INTERPR
 BACKENDS = [
     pytest.param(b, marks=[pytest.mark.skip(reason=reason)] if (reason := absence(SPEC, b)) else []) for b in NAMES
 ]
-# JAX compiles for each length.
 BOTH = pytest.mark.parametrize(
     ("backend", "per_key"),
     [
@@ -132,7 +131,7 @@ def test_cut_at_any_token(backend: str, per_key: bool) -> None:
     whole, last = given.reference()
     arrays = {n: frame.array(a, "float32") for n, a in given.arrays.items()}
     timed = [n for n in arrays if given.time_axis(n) is not None]
-    for cut in range(1, 19):
+    for cut in (1, 15, 16, 17) if backend == "jax" else range(1, 19):  # JAX compiles for each length
         state, parts = arrays["initial_state"], []
         for low, high in pairwise((0, cut, 19)):
             part = {n: a[:, low:high] if n in timed else a for n, a in arrays.items()}

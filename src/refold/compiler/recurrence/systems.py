@@ -12,7 +12,7 @@ other, in one pass over memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -26,6 +26,7 @@ from ..ir.operators import SCAN
 PAIRED = 4
 """Coupled values of one system, if steps are composed: a product of two matrices of 4 rows has 64 terms."""
 
+_Rule = Callable[[Tensor, Tensor], Tensor]
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
@@ -85,7 +86,7 @@ def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, c
     if initial is not None:
         first = inputs[:1] + _apply(matrices[:1], initial.to(dtype).movedim(0, -1)[None])
         inputs = torch.cat([first, inputs[1:]])
-    h = _solve(matrices, inputs).movedim(-1, 0)[: b.shape[0]]
+    h = _composed(matrices, inputs).movedim(-1, 0)[: b.shape[0]]
     h = h.flip(1) if reverse else h
     return torch.empty_like(b, memory_format=torch.contiguous_format).copy_(h)
 
@@ -105,25 +106,27 @@ def _apply(A: Tensor, x: Tensor) -> Tensor:
     return A[..., 0] * x if A.shape[-1] == 1 else (A * x.unsqueeze(-2)).sum(-1)
 
 
-def _solve(A: Tensor, b: Tensor) -> Tensor:
-    """Return all states (t, ..., n) from zero. A is (t or 1, ..., n, n); its first matrix counts for nothing."""
-    count = b.shape[0]
-    if count == 1:
-        return b
-    steady = A.shape[0] == 1
-    odd = A if steady else A[1::2]
-    before = A if steady else A[: count - 1 : 2]
-    pairs = _solve(_product(odd, before), _apply(odd, b[: count - 1 : 2]) + b[1::2])
-    h = torch.empty_like(b, memory_format=torch.contiguous_format)
-    h[1::2], h[:1] = pairs, b[:1]
-    if count > 2:
-        h[2::2] = _apply(A if steady else A[2::2], pairs[: (count - 1) // 2]) + b[2::2]
-    return h
-
-
 def _product(A: Tensor, B: Tensor) -> Tensor:
     """Multiply matrices (..., n, n); elementwise, as a library's products of tiny matrices are slow."""
     return A * B if A.shape[-1] == 1 else (A.unsqueeze(-1) * B.unsqueeze(-3)).sum(-2)
+
+
+def _composed(A: Tensor, b: Tensor, product: _Rule = _product, apply: _Rule = _apply, add: _Rule = torch.add) -> Tensor:
+    """Return all states (t, ..., n) from zero, by steps composed in pairs: ``h[t] = add(apply(A[t], h[t-1]), b[t])``.
+
+    A is (t or 1, ..., n, n), or what ``product`` and ``apply`` take in its place. Its first one counts for nothing.
+    """
+    count, rules = b.shape[0], (product, apply, add)
+    if count == 1:
+        return b
+    steady = A.shape[0] == 1
+    odd, before = (A, A) if steady else (A[1::2], A[: count - 1 : 2])
+    pairs = _composed(product(odd, before), add(apply(odd, b[: count - 1 : 2]), b[1::2]), *rules)
+    h = torch.empty_like(b, memory_format=torch.contiguous_format)
+    h[1::2], h[:1] = pairs, b[:1]
+    if count > 2:
+        h[2::2] = add(apply(A if steady else A[2::2], pairs[: (count - 1) // 2]), b[2::2])
+    return h
 
 
 def _like_second(A: Tensor, b: Tensor, *rest: Any) -> Tensor:
@@ -216,21 +219,7 @@ def _maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tens
     """Compose the steps of a running maximum."""
     above = torch.logaddexp if smooth else torch.maximum
     first = above(initial[None] + shift[:1], floor[:1])
-
-    def solve(shift: Tensor, floor: Tensor) -> Tensor:
-        count = floor.shape[0]
-        if count == 1:
-            return floor
-        steady = shift.shape[0] == 1
-        odd, before = (shift, shift) if steady else (shift[1::2], shift[: count - 1 : 2])
-        pairs = solve(odd + before, above(floor[: count - 1 : 2] + odd, floor[1::2]))
-        h = torch.empty_like(floor, memory_format=torch.contiguous_format)
-        h[1::2], h[:1] = pairs, floor[:1]
-        if count > 2:
-            h[2::2] = above(pairs[: (count - 1) // 2] + (shift if steady else shift[2::2]), floor[2::2])
-        return h
-
-    return solve(shift, torch.cat([first, floor[1:]])).contiguous()
+    return _composed(shift, torch.cat([first, floor[1:]]), torch.add, torch.add, above).contiguous()
 
 
 def all_steps(scale: Tensor | None, shift: Tensor, low: Tensor, *rest: Any) -> Tensor:

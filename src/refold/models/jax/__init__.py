@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.models.configs import Config, HybridConfig, Mamba2Config, MambaConfig
+from refold.models.configs import Config, HybridConfig
 from refold.models.jax.layers import stack_layers, take_layers_apart
 
 __all__ = ["model_for", "stack_layers", "take_layers_apart", "to_device"]
@@ -22,10 +22,9 @@ __all__ = ["model_for", "stack_layers", "take_layers_apart", "to_device"]
 
 def model_for(config: Config) -> ModuleType:
     """Return the module that computes a configuration's model."""
-    from refold.models.jax import hybrid, mamba, mamba2
+    from refold.models.jax import hybrid, stack
 
-    modules: dict[type, ModuleType] = {MambaConfig: mamba, Mamba2Config: mamba2, HybridConfig: hybrid}
-    return modules[type(config)]
+    return hybrid if isinstance(config, HybridConfig) else stack
 
 
 def to_device(params: Any) -> Any:

@@ -38,7 +38,7 @@ def forward(
     config: HybridConfig, params: Tree, tokens: Array, state: Tree | None = None, *, lengths: Array | None = None,
     kind: str = "last", chunk_size: int | None = None, time_axis: str | None = None,
 ) -> tuple[Array, Tree]:  # fmt: skip
-    """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
+    """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``stack.forward``."""
     batch, seqlen = tokens.shape
     if state is None:
         state = init_state(config, batch, params["embedding"].dtype, capacity=time_shards.whole(seqlen, time_axis))

@@ -1,70 +1,13 @@
-"""Mamba-2: a stack of equal layers, scanned over, so that compile time does not grow with depth.
-
-A layer is ``h + out_proj(norm(ssd(conv(in_proj(norm(h)))), gate))``. Weights and matrix products have the dtype of the
-parameters; step sizes, decays, norms and the residual stream are float32.
-"""
-
-from typing import Any
+"""The mixer of Mamba-2: ``out_proj(norm(ssd(conv(in_proj(u))), gate))``."""
 
 import jax.numpy as jnp
 
 from refold import ops
-from refold.models.configs import Mamba2Config, Mixer2Config
+from refold.models.configs import Mixer2Config
 from refold.models.jax import inputs
-from refold.models.jax.layers import Array, Tree, init_state, linear, rms_norm, valid_tokens
+from refold.models.jax.layers import Array, Tree, linear
 from refold.models.jax.sharding import time as time_shards
-from refold.models.jax.stack import read, read_one
 from refold.ops.jax.layout import step_sizes
-
-
-def forward(
-    config: Mamba2Config, params: Tree, tokens: Array, state: Tree | None = None, *, lengths: Array | None = None,
-    kind: str = "last", chunk_size: int | None = None, time_axis: str | None = None,
-) -> tuple[Array, Tree]:  # fmt: skip
-    """Read ``tokens (b, t)`` on top of ``state``.
-
-    Args:
-        config: The model.
-        params: Parameters as ``refold.models.checkpoint`` lays them out.
-        tokens: Token ids; rows shorter than ``t`` are padded on the right with any id.
-        state: State to go on from; None begins afresh.
-        lengths: Valid tokens of each row, ``(b,)``; None when all are.
-        kind: ``last``, ``all`` or ``hidden``: see ``layers.output``.
-        chunk_size: Chunk of the scan; None picks the device's.
-        time_axis: Mesh axis over which time is cut, inside ``shard_map``; see `refold.models.jax.sharding`.
-
-    Returns:
-        Logits or hidden states, and the state after each row's last valid token.
-    """
-    batch, seqlen = tokens.shape
-    if state is None:
-        state = init_state(config, batch, params["embedding"].dtype)
-    valid = valid_tokens(seqlen, lengths)
-
-    def layer(hidden: Array, held: Any) -> tuple[Array, Any]:
-        weights, conv, ssm = held
-        normed = rms_norm(hidden, weights["norm"], config.norm_eps)
-        mixed, conv, ssm = mixer(config.mixer, weights, normed, conv, ssm, lengths, valid, chunk_size, time_axis)
-        return hidden + mixed, (conv, ssm)
-
-    return read(layer, params, tokens, state, config.norm_eps, lengths, kind, time_axis)
-
-
-def step(
-    config: Mamba2Config, params: Tree, token: Array, state: Tree, *, active: Array | None = None
-) -> tuple[Array, Tree]:
-    """Read one token per row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
-
-    The layers of ``params`` and ``state`` are both stacked or both separate.
-    """
-
-    def layer(hidden: Array, held: Any) -> tuple[Array, Any]:
-        weights, conv, ssm = held
-        normed = rms_norm(hidden, weights["norm"], config.norm_eps)
-        mixed, conv, ssm = mixer_step(config.mixer, weights, normed, conv, ssm, active)
-        return hidden + mixed, (conv, ssm)
-
-    return read_one(layer, params, token, state, config.norm_eps, active)
 
 
 def mixer(
