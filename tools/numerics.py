@@ -50,7 +50,7 @@ def run(backend: str, device: str) -> None:
 
 
 def describe(backend: str, device: str) -> str:
-    """Return what ran: versions and the kind of device."""
+    """Describe what ran: versions and the kind of device."""
     if backend == "jax":
         import jax
 

@@ -99,7 +99,7 @@ def changed_after(revision: str, date: str, folders: tuple[str, ...]) -> str:
 
 
 def git(*arguments: str) -> str:
-    """Return what git says of the repository."""
+    """Ask git about the repository."""
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -205,7 +205,7 @@ def card(row: Row) -> str:
 
 
 def ssd(suite: str) -> Callable[[], str]:
-    """Return what makes the table of the operator ssd: times, and how near results are to float64."""
+    """Make a renderer of the table of the operator ssd: times, and how near results are to float64."""
 
     def of(what: str) -> Callable[[Row], str]:
         def cell(row: Row) -> str:
@@ -240,7 +240,7 @@ def delta_rule() -> str:
 
 
 def published(result: str) -> Callable[[], str]:
-    """Return what makes the table of a published result: its program, ours, the ratio and errors against float64."""
+    """Make a renderer of the table of a published result: its program, ours, the ratio and errors against float64."""
 
     def named(name: str) -> Callable[[Row], str]:
         return lambda row: time(row[name])(row)
@@ -381,7 +381,7 @@ def kernelbench() -> str:
 
 
 def recurrences(folder: str) -> Callable[[], str]:
-    """Return what makes the table of recurrences: a line per recurrence, a column per pass and number of steps."""
+    """Make a renderer of the table of recurrences: a line per recurrence, a column per pass and number of steps."""
 
     def gain(row: Row) -> str:
         times = row.get("times_ms", {})
@@ -408,7 +408,7 @@ def recurrences(folder: str) -> Callable[[], str]:
 
 
 def models(folders: Callable[[], list[str]]) -> Callable[[], str]:
-    """Return what makes the table of transformers' models: the fastest turns, and compiled over accelerated."""
+    """Make a renderer of the table of transformers' models: the fastest turns, and compiled over accelerated."""
 
     def best(name: str) -> Callable[[Row], str]:
         shown = time(name)
@@ -478,7 +478,7 @@ def compile_time() -> str:
 
 
 def generation(*suites: str) -> Callable[[], str]:
-    """Return what makes the table of decoding or prefill: a line per program."""
+    """Make a renderer of the table of decoding or prefill: a line per program."""
 
     def least(row: Row) -> float:
         return 1e3 * max(row["bytes"] / row["ceiling_gb_per_s"] / 1e9, row["flops"] / row["ceiling_tflop_per_s"] / 1e12)
@@ -626,7 +626,7 @@ def scale_paper() -> str:
 
 
 def in_turns(suite: str) -> Callable[[], str]:
-    """Return what makes the table of generation on a CPU: a line per program and machine."""
+    """Make a renderer of the table of generation on a CPU: a line per program and machine."""
     return lambda: table([row for folder in _cpus() for row in stored(RESULTS, folder, suite)], {
         "machine": device,
         "what": key("case"),
@@ -668,7 +668,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def _both(suite: str, field: str, **what: str) -> Callable[[], str]:
-    """Return what shows a time of the one row of a suite that has these values."""
+    """Make a renderer of a time of the one row of a suite that has these values."""
 
     def value() -> str:
         (row,) = (row for row in stored(RESULTS, GPU, suite) if what.items() <= row.items())
@@ -678,7 +678,7 @@ def _both(suite: str, field: str, **what: str) -> Callable[[], str]:
 
 
 def _ceiling(suite: str, field: str, scale: float, unit: str) -> Callable[[], str]:
-    """Return what shows the range of a rate that rows of a suite have."""
+    """Make a renderer of the range of a rate that rows of a suite have."""
 
     def value() -> str:
         rates = sorted(row[field] / scale for row in stored(RESULTS, GPU, suite) if field in row)

@@ -20,32 +20,23 @@ SOURCES = sorted((ROOT / "src" / "refold").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def docstrings(tree):
-    holders = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, holders) and node.body and isinstance(node.body[0], ast.Expr):
-            yield node.body[0].value
-
-
 def texts(source):
     """Yield the strings of a program that are more than one word, and no docstrings; ``{}`` stands for what varies."""
-    tree = ast.parse(source)
-    skipped = set(docstrings(tree))
-    skipped |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            text = "".join(str(x.value) if isinstance(x, ast.Constant) else "{}" for x in node.values)
+    skipped = set()
+    for node in ast.walk(ast.parse(source)):  # what holds a string comes before it
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            if node.body and isinstance(node.body[0], ast.Expr):
+                skipped.add(node.body[0].value)
+        elif isinstance(node, ast.JoinedStr):
+            skipped.update(node.values)
+            yield "".join(str(x.value) if isinstance(x, ast.Constant) else "{}" for x in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
-            text = node.value
-        else:
-            continue
-        if " " in text:
-            yield text
+            yield node.value
 
 
 @functools.cache
 def said():
-    return [(path.name, text) for path in SOURCES for text in texts(path.read_text())]
+    return [(path.name, text) for path in SOURCES for text in texts(path.read_text()) if " " in text]
 
 
 def extras(text):

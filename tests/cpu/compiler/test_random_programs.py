@@ -85,7 +85,7 @@ def _never_forgets(patch):
 
 def _resets_multiply(patch):
     """What a choice does not read is multiplied by zero instead."""
-    patch.setattr(affine.LoopVectorizer, "_chosen_reset", lambda *_: None)
+    patch.setattr(affine.StepAlgebra, "_chosen_reset", lambda *_: None)
 
 
 BUGS = [

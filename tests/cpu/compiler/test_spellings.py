@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import refold
-from refold.compiler.recurrence.affine import LoopVectorizer, clamp_shares
+from refold.compiler.recurrence.affine import clamp_shares
+from refold.compiler.recurrence.states import LoopVectorizer
 from refold.compiler.recurrence.vectorize import Value
 from support.agreement import check, outputs, rewritten
 

@@ -2,7 +2,7 @@
 
 The body is traced to ATen once, with the number of the step as a symbol. Each of its values is then the same at every
 step, or a tensor with a time axis, or an affine function of a carry. Carries that are affine in themselves are scans
-(`refold.compiler.recurrence.affine`). Nothing here is proportional to the number of steps.
+(`refold.compiler.recurrence.states`). Nothing here is proportional to the number of steps.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from ..ir.captured_loop import CapturedLoop
 from ..ir.fx import arg, is_tensor, is_zero, known, value
 from ..ir.source import expression, located, name_of
 from ..private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
-from ..recurrence.affine import Affine, Loop, LoopVectorizer
+from ..recurrence.affine import Affine, Loop
 from ..recurrence.delta import RankOne, read_rank_one
 from ..recurrence.delta_form import Corrections
 from ..recurrence.forms import CORRECTED
+from ..recurrence.states import LoopVectorizer
 from ..recurrence.vectorize import NotALoop, Value, vectorize_node
 from .growing import take_parts
 from .induction_variable import InductionVariable, depends_on_iteration

@@ -1,21 +1,17 @@
-"""The carry of a loop: affine, elementwise functions of it, and the scan that computes all its states.
+"""The carry of a loop, and affine, elementwise functions of it.
 
-Values of a step are `Value`s, the same or stacked over all steps, or `Affine` functions of a state
-that is not known yet. Once a step's new state turns out to be affine in its old one, ``_scan``
-computes all states at once, and the functions of the carry become values too.
+Values of a step are `Value`s, the same or stacked over all steps, or `Affine` functions of a state that is not known
+yet. Once a step's new state turns out to be affine in its old one, `states.py` computes all states.
 
-Shapes. A step's value is (...), all steps' values are (t, ...). The scan's operands are (b, t, ...): axis 0 of the
-state stands in for the batch. Source: Blelloch 1990 (CMU-CS-90-190), section 1.4: first-order recurrences are scans.
+Shapes. A step's value is (...), all steps' values are (t, ...).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,24 +19,23 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import is_pointwise, is_tensor, known, mark_as_made, value
+from ..ir.fx import is_pointwise, is_tensor, known, value
 from ..ir.moves import Copy, Expand, Slice, View, read, shape_of
 from ..ir.operators import SCAN
 from ..ir.source import expression, name_of
 from ..private import without_modes
-from .systems import BOUNDED_SCAN, LINEAR_SYSTEM, largest, wide
-from .vectorize import NotALoop, Value, broadcasts, described
+from .vectorize import NotALoop, Value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 # Bounds: whether from above, whether smooth, and the share of a gradient that the first operand gets at a tie, and that
 # both get if one of them is not a number.
-_EVEN, _FIRST, _SECOND = (0.5, 1.0), (1.0, 0.0), (0.0, 1.0)
+EVEN, _FIRST, _SECOND = (0.5, 1.0), (1.0, 0.0), (0.0, 1.0)
 _BOUNDS = {
-    aten.maximum.default: (False, False, _EVEN),
-    aten.minimum.default: (True, False, _EVEN),
-    aten.logaddexp.default: (False, True, _EVEN),
+    aten.maximum.default: (False, False, EVEN),
+    aten.minimum.default: (True, False, EVEN),
+    aten.logaddexp.default: (False, True, EVEN),
     aten.relu.default: (False, False, _SECOND),
     **dict.fromkeys((aten.clamp_min.default, aten.clamp_min.Tensor), (False, False, None)),  # what PyTorch does
     **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), (True, False, None)),
@@ -123,7 +118,7 @@ class Bound:
     value: Value
     upper: bool = False
     smooth: bool = False
-    shares: tuple[float, float] = _EVEN
+    shares: tuple[float, float] = EVEN
 
     @property
     def kind(self) -> tuple[bool, bool, tuple[float, float]]:
@@ -161,8 +156,8 @@ def affine(scales: Mapping[Loop, Value | None], offset: Value | None, reset: Val
     return Affine(loop, scale, offset, reset=reset, others=tuple(others))
 
 
-class LoopVectorizer:
-    """Emits what a loop's steps do, for all steps at once.
+class StepAlgebra:
+    """Emits functions of carries that are not known yet, and what becomes of them once the carries are.
 
     Attributes:
         training: Whether gradients are taken of it. If not, bounds differ by their values alone.
@@ -172,7 +167,6 @@ class LoopVectorizer:
 
     def __init__(self) -> None:
         self.emit = Builder()
-        self.loops: list[Loop] = []
 
     def _closed(self, x: Value | Affine) -> Value | Affine:
         """Turn a function of a carry into a value once the carry's loop is known."""
@@ -209,7 +203,7 @@ class LoopVectorizer:
             by = bound.value.padded(self.emit, val.dim() - 1)
         else:
             by = self.emit.call(aten.full.default, [], bound.value.node, dtype=val.dtype, device=val.device)
-        if bound.smooth or bound.shares == _EVEN:
+        if bound.smooth or bound.shares == EVEN:
             chosen = aten.logaddexp.default if bound.smooth else aten.maximum.default
             return self.emit.call(aten.minimum.default if bound.upper else chosen, x, by)
         tie, unknown = bound.shares
@@ -222,62 +216,12 @@ class LoopVectorizer:
         within = self.emit.call((above_too if tie else above).Tensor, x, by)
         return self.emit.call(aten.where.self, within, x, self.emit.call(aten.where.self, beyond, by, neither))
 
-    def _tensor(self, x: Any, like: Node) -> Node:
-        """Return a state before the first step, (...) or a number, in the shape of a step's value."""
-        if not isinstance(x, Node):
-            if isinstance(x, bool) or not isinstance(x, (int, float)):
-                raise NotALoop("initial-state", f"`{name_of(like)}` is {x!r} before the first step, not a number")
-            val = value(like)
-            return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
-        if not is_tensor(x):
-            raise NotALoop("carry-not-tensor", f"the state before the first step, `{name_of(x)}`, is not one tensor")
-        x = self._known(x)
-        if not broadcasts(value(x).shape, value(like).shape):
-            raise NotALoop(
-                "initial-state",
-                f"the state before the first step, {described(x)}, does not have the shape of {described(like)}",
-            )
-        return self.emit.expand(x, value(like).shape)
-
-    def _known(self, x: Node) -> Node:
-        """Return the node to read a value from outside the loop from."""
-        return x
-
-    def _run(self, x: Node, start: int, stop: int, step: int, dim: int = 0) -> Node:
-        """Take positions ``start..stop`` of an axis, in the order that the sign of the step says."""
-        if (start, stop, abs(step)) != (0, value(x).shape[dim], 1):
-            x = self.emit.call(aten.slice.Tensor, x, dim, start, stop, abs(step))
-        return x if step > 0 else self.emit.call(prims.rev.default, x, [dim])
-
-    def _slices(self, x: Node, dim: int, start: int, step: int, width: int, count: int, keep: bool) -> Value:
-        """Read slices of one axis, the first at ``start``, each ``step`` after the last, all at once: (t, ...)."""
-        low = min(start, start + step * (count - 1))
-        high = max(start, start + step * (count - 1)) + width
-        if width == 1:
-            x = self._run(x, low, high, step, dim)
-        elif abs(step) < width:  # windows that overlap
-            x = self._run(x, low, high, 1, dim)
-            x = self.emit.call(aten.unfold.default, x, dim, width, abs(step))
-            x = self._run(x, 0, count, 1 if step > 0 else -1, dim)
-            last = value(x).dim() - 1
-            return Value(self.emit.permute(x, [dim, *range(dim), last, *range(dim + 1, last)]), True)
-        else:
-            x = self._run(x, low, high, 1, dim)
-            shape = value(x).shape
-            x = self.emit.reshape(x, [*shape[:dim], count, width, *shape[dim + 1 :]])
-            x = self._run(x, 0, count, 1 if step > 0 else -1, dim)
-        rank = value(x).dim()
-        x = self.emit.permute(x, [dim, *(d for d in range(rank) if d != dim)])
-        if width == 1 and keep:
-            x = self.emit.call(aten.unsqueeze.default, x, dim + 1)
-        return Value(x, True)
-
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
         if not isinstance(value(loop.steps[-1]), torch.Tensor):
             raise NotALoop("carry-not-tensor", f"{loop.name} is not one tensor: one operation makes several")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
-        if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
+        if without_ones(shape) != without_ones(value(loop.steps[-1]).shape):
             reason = f"`{expression(node)}` pairs elements of {loop.name} with one another, as {shape}"
             raise NotALoop("mixes-elements", reason)
         return replace(found, shape=shape)
@@ -366,7 +310,7 @@ class LoopVectorizer:
         upper, smooth, known = _BOUNDS[node.target]
         shares: tuple[float, float] = known or clamp_shares(not any(isinstance(x.node, Node) for x in rest))
         shares = shares if leaves[0] is mine else (1 - shares[0], shares[1])
-        shares = shares if self.training else _EVEN
+        shares = shares if self.training else EVEN
         if node.target is aten.hardtanh.default:
             rest = [*rest, *_HARD[len(rest) :]]
         elif node.target in (aten.clamp.default, aten.clamp.Tensor):
@@ -416,49 +360,6 @@ class LoopVectorizer:
             for own in x.bounds
         )
         return replace(moved, bounds=tuple(bounds))
-
-    def _bounded_scan(self, loop: Loop, body: Affine) -> None:
-        """Compute all states, (t, ...), within bounds."""
-        emit, like, count = self.emit, loop.steps[-1], loop.length
-        val = value(like)
-        if not val.is_floating_point() or loop.reverse:
-            raise NotALoop(
-                "carry-dtype",
-                f"a running maximum or minimum needs a floating-point state and steps forward in time; {loop.name} is "
-                f"{val.dtype}, {'backward' if loop.reverse else 'forward'} in time",
-            )
-        low, *high = body.bounds
-        shape, dtype = list(val.shape), wide(val.dtype)
-
-        def whole(part: Value, time: bool, sign: bool = True) -> Node:
-            x = part.with_time(emit, count if time or part.has_time else 1, like)
-            x = emit.cast(emit.expand(Value(x, True).padded(emit, val.dim()), [value(x).shape[0], *shape]), dtype)
-            x = emit.call(aten.neg.default, x) if sign and low.upper else x
-            # On a CPU, sweeps read contiguous memory: what computes x writes it so, which costs less than a copy.
-            return emit.dense(x) if val.device.type == "cpu" else x
-
-        # A minimum is a maximum of what is negated.
-        initial = emit.cast(self._tensor(loop.initial, like), dtype)
-        offset = body.offset or Value(0.0)
-        solved = emit.call(
-            BOUNDED_SCAN,
-            None if body.scale is None else whole(body.scale, False, False),
-            whole(offset, False),
-            whole(low.value, not offset.has_time),
-            whole(high[0].value, False) if high else None,
-            emit.call(aten.neg.default, initial) if low.upper else initial,
-            low.smooth,
-            low.shares,
-            high[0].shares if high else _EVEN,
-        )
-        solved = emit.call(aten.neg.default, solved) if low.upper else solved
-        loop.states = emit.cast(solved, val.dtype)
-        largest = f"running {'minimum' if low.upper else 'maximum'}"
-        loop.operator = largest if not high and body.scale is None else "bounded scan"
-        before = emit.call(aten.unsqueeze.default, emit.cast(initial, val.dtype), 0)
-        inner = emit.call(aten.slice.Tensor, loop.states, 0, 0, count - 1)
-        loop.previous = emit.call(aten.cat.default, [before, inner], 0)
-        self.loops.append(loop)
 
     def _viewed(self, part: Value | None, view: Any) -> Value | None:
         """Let what is broadcast against a view's input be broadcast against the view, which moves axes of size one."""
@@ -545,171 +446,18 @@ class LoopVectorizer:
             parts.append(taken)
         return parts[0] if len(parts) == 1 else self._call(aten.logical_or.default, loop, *parts) if parts else None
 
-    # The loop itself -------------------------------------------------------------------------
-
-    def _scan(self, loop: Loop, body: Affine) -> Value:
-        """Compute all states, (t, ...), at once, and note what each step read."""
-        emit, like, count = self.emit, loop.steps[-1], loop.length
-        val = value(like)
-        if val.is_complex() or body.bounds:
-            self._bounded_scan(loop, body) if body.bounds else self._system((loop,), [body])
-            return Value(loop.states, True)
-        static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
-        if not (val.is_floating_point() and static):
-            raise NotALoop(
-                "carry-dtype",
-                f"{loop.name} is not a floating-point tensor of known shape: {val.dtype} of {tuple(val.shape)}",
-            )
-        initial = self._tensor(loop.initial, like)
-        shape = [count, *val.shape]
-        operands = [initial]
-        for part in (body.scale or Value(1.0), body.offset or Value(0.0)):
-            x = part.with_time(emit, count, like)
-            operands.append(emit.expand(Value(x, True).padded(emit, val.dim()), shape))
-        dtype = functools.reduce(torch.promote_types, (value(x).dtype for x in operands), val.dtype)
-        if not dtype.is_floating_point:
-            raise NotALoop("carry-dtype", f"{loop.name} is computed in {dtype}, which is not a dtype of real numbers")
-        # The operator wants a batch axis before time; any axis of the state will do.
-        order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
-        operands = [emit.cast(x, dtype) for x in operands]
-        if body.reset is not None:
-            mask = body.reset.with_time(emit, count, like)
-            operands.append(emit.expand(Value(mask, True).padded(emit, val.dim()), shape))
-        operands[1:] = [emit.permute(x, order) for x in operands[1:]]
-        if not val.dim():
-            operands = [emit.call(aten.unsqueeze.default, x, 0) for x in operands]
-        first, *timed = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
-        by_name = dict(zip(("a", "x", "reset"), timed, strict=False))
-        given = SCAN.args(**by_name, initial_state=first, reverse=loop.reverse)
-        scan = emit.call(SCAN.target, *given)
-        mark_as_made(scan)
-        out = emit.call(operator.getitem, scan, 0)
-        loop.scan, loop.body = out, body
-        out = emit.permute(out, order) if val.dim() else emit.call(aten.squeeze.dim, out, 0)
-        loop.states = emit.cast(out, val.dtype)
-        before = emit.call(aten.unsqueeze.default, emit.cast(initial, val.dtype), 0)
-        inner = emit.call(aten.slice.Tensor, loop.states, 0, *((1, count) if loop.reverse else (0, count - 1)))
-        pair = [inner, before] if loop.reverse else [before, inner]
-        loop.previous = emit.call(aten.cat.default, pair, 0)
-        self.loops.append(loop)
-        return Value(loop.states, True)
-
-    def _system(self, loops: Sequence[Loop], bodies: Sequence[Affine | Value]) -> None:
-        """Compute the states, (t, ...) each, of coupled carries together, or of a complex one.
-
-        The operator takes matrices (t, ..., k, k) and offsets (t, ..., k) for k carries.
-        """
-        emit, first = self.emit, loops[0]
-        like, count = first.steps[-1], first.length
-        val = value(like)
-        most = largest(val)
-        more = f" and {len(loops) - 3} more" if len(loops) > most else ""
-        names = " and ".join(loop.name for loop in (loops[:3] if more else loops)) + more
-        if len(loops) > most:
-            raise NotALoop(
-                "carries-coupled",
-                f"{names} depend on one another; here up to {most} such carries are computed as one scan",
-            )
-        if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
-            raise NotALoop(
-                "carries-coupled", f"{names} depend on one another, and a mask replaces some of their elements"
-            )
-        shapes = [value(x.steps[-1]).shape for x in loops]
-        if any(value(x.steps[-1]).dtype != val.dtype for x in loops) or any(
-            _without_ones(own) != _without_ones(val.shape) for own in shapes
-        ):
-            raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
-        shape = [*val.shape]
-
-        def whole(part: Value, time: bool, own: Sequence[Any], shape: Sequence[Any]) -> Node:
-            """Lay out an entry of a row of one's own shape, (time, ...), with one step if all are the same."""
-            if not isinstance(part.node, Node):
-                x = emit.call(aten.full.default, [1, *own], part.node, dtype=val.dtype, device=val.device)
-            elif not part.has_time:
-                x = emit.call(aten.unsqueeze.default, emit.expand(part.node, [*own]), 0)
-            else:
-                x = part.padded(emit, len(own))
-            steps = count if time or part.has_time else 1
-            return emit.cast(shaped(emit.expand(x, [steps, *own]), [steps, *shape]), dtype)
-
-        def shaped(x: Node, like: Sequence[Any]) -> Node:
-            """Move axes of size one."""
-            return x if [*value(x).shape] == [*like] else emit.reshape(x, [*like])
-
-        pairs = list(zip(loops, bodies, strict=True))
-        copied = _copied(pairs) if val.device.type == "cpu" else {}
-        rows, size = len(loops) - len(copied), range(len(loops))
-        pairs.sort(key=lambda pair: [*copied].index(pair[0]) + 1 if pair[0] in copied else 0)
-        loops, bodies = zip(*pairs, strict=True)
-        shapes = [value(x.steps[-1]).shape for x in loops]
-        forms = [body.scales if isinstance(body, Affine) else {} for body in bodies[:rows]]
-        entries = [[form.get(loops[j], Value(0.0)) or Value(1.0) for j in size] for form in forms]
-        time = any(entry.has_time for row in entries for entry in row)
-        parts = [body.offset if isinstance(body, Affine) else body for body in bodies[:rows]]
-        read = [x.node for x in (*itertools.chain(*entries), *parts) if x is not None]
-        dtypes = (value(node).dtype for node in read if isinstance(node, Node) and is_tensor(node))
-        dtype = functools.reduce(torch.promote_types, dtypes, val.dtype)
-        numbers = all(_is_number(entry) for row in entries for entry in row)  # the same for all elements of a state
-        flat = [
-            whole(entry, time, *([[1] * len(own), [1] * len(shape)] if numbers else [own, shape]))
-            for row, own in zip(entries, shapes, strict=False)
-            for entry in row
-        ]
-        matrix = emit.call(aten.stack.default, flat)
-        matrix = emit.reshape(matrix, [rows, len(loops), *value(matrix).shape[1:]])
-        offsets = [whole(part or Value(0.0), True, own, shape) for part, own in zip(parts, shapes, strict=False)]
-        offset = emit.call(aten.stack.default, offsets)
-        offset = emit.dense(offset) if val.device.type == "cpu" else offset
-        initial = [emit.cast(self._tensor(loop.initial, loop.steps[-1]), val.dtype) for loop in loops]
-        begun = any(isinstance(loop.initial, Node) or loop.initial for loop in loops)  # a zero is nothing to multiply
-        starts = [shaped(x, shape) for x in initial] if begun else []
-        start = emit.cast(emit.call(aten.stack.default, starts), dtype) if begun else None
-        copies = [loops.index(copied[loop]) for loop in loops[rows:]]
-        solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, first.reverse, copies), val.dtype)
-        for i, (loop, start) in enumerate(zip(loops, initial, strict=True)):
-            loop.operator = f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"
-            states: Any = emit.call(aten.select.int, solved, 0, i) if i < rows else copied[loop].previous
-            loop.states = shaped(states, [count, *shapes[i]])
-            before = emit.call(aten.unsqueeze.default, start, 0)
-            inner = emit.call(aten.slice.Tensor, loop.states, 0, *((1, count) if first.reverse else (0, count - 1)))
-            loop.previous = emit.call(aten.cat.default, [inner, before] if first.reverse else [before, inner], 0)
-            self.loops.append(loop)
-
-
-def _copied(pairs: Sequence[tuple[Loop, Affine | Value]]) -> dict[Loop, Loop]:
-    """Return the carries that only keep what another one was a step before, each after the one that it copies.
-
-    Carries that copy one another in turns are not among them: they are computed.
-    """
-    found: dict[Loop, Loop] = {}
-    for loop, body in pairs:
-        if isinstance(body, Affine) and body.offset is None and len(body.scales) == 1:
-            ((read, scale),) = body.scales.items()
-            if scale is None or (isinstance(scale.node, int | float) and scale.node == 1):
-                found[loop] = read
-    known = [loop for loop, _ in pairs if loop not in found]
-    ordered: dict[Loop, Loop] = {}
-    while ready := {loop: read for loop, read in found.items() if loop not in ordered and read in (*known, *ordered)}:
-        ordered |= ready
-    return ordered
-
 
 def _moves_ones(node: Node) -> bool:
     """Tell whether a node adds or drops axes of size one at most, or takes all of an axis."""
     found = read(node)
     if found is None or not all(type(x) in (Copy, View, Expand, Slice) for x in found.chain()):
         return False
-    return all(_without_ones(shape_of(x)) == _without_ones(found.shape) for x in found.nodes())
+    return all(without_ones(shape_of(x)) == without_ones(found.shape) for x in found.nodes())
 
 
-def _without_ones(shape: Any) -> list[Any]:
+def without_ones(shape: Any) -> list[Any]:
+    """Leave out the axes of size one."""
     return [size for size in shape if size != 1]
-
-
-def _is_number(x: Value) -> bool:
-    """Tell whether a value has one element at each step."""
-    sizes = value(x.node).shape[x.has_time :] if isinstance(x.node, Node) and is_tensor(x.node) else ()
-    return all(isinstance(size, int) and size == 1 for size in sizes)
 
 
 def _counts(x: Any) -> bool:

@@ -19,10 +19,11 @@ from ..ir.metadata import refresh
 from ..ir.operators import CONTRACTED, HEADS, SCAN
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
-from .affine import Loop, LoopVectorizer
+from .affine import Loop
 from .forms import match_form
 from .readout import ScanStates, find_readout
 from .reroll import Reroller
+from .states import LoopVectorizer
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default

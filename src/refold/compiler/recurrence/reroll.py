@@ -26,7 +26,8 @@ from torch.fx import Node
 from ..ir.cost import numel
 from ..ir.fx import is_tensor, known, place, value
 from ..ir.source import expression, located, name_of
-from .affine import Affine, Loop, LoopVectorizer
+from .affine import Affine, Loop
+from .states import LoopVectorizer
 from .vectorize import NotALoop, Value, broadcasts, described, vectorize_node
 
 aten = torch.ops.aten

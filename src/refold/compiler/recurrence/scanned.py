@@ -15,7 +15,8 @@ from ..ir.builder import Builder, between, upstream
 from ..ir.fx import concrete, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
-from .affine import Affine, Bound, Loop, LoopVectorizer
+from .affine import Affine, Bound, Loop
+from .states import LoopVectorizer
 from .vectorize import NotALoop, Value
 
 aten = torch.ops.aten
