@@ -26,7 +26,7 @@ from refold.judge import Judge, Nursery, Terms, Verdict
 from refold.judge.program import source
 
 # Checks that level quick does not make, or makes only as far as its time allows; others are tried at that level.
-DEEP = {"C6", "N4", "N5", "N6", "N7", "U3", "P6"}
+DEEP = {"C6", "N4", "N5", "N6", "N7", "U3"}
 # What refuses most programs that are wrong in a branch. Where another check is expected, it is shown without these.
 BRANCHES = frozenset({"C7", "C8"})
 ROOT = Path(__file__).parent.parent / "tests"

@@ -154,8 +154,3 @@ def run_eagerly() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if _script is not None:
         _script.disable()
-
-
-def imported_dynamo() -> bool:
-    """Tell whether PyTorch's compiler was imported."""
-    return "torch._dynamo" in sys.modules

@@ -35,7 +35,6 @@ class Level:
         repeats: Calls that must give the same bits.
         sandbox: Whether there must be one, whatever the caller allows.
         rival: Whether the original compiled by ``torch.compile`` is a baseline, too.
-        hashed: Whether the files of refold, torch and triton are compared before and after.
         limit: Seconds that the trial as a whole may take.
     """
 
@@ -48,16 +47,13 @@ class Level:
     repeats: int
     sandbox: bool = False
     rival: bool = False
-    hashed: bool = False
     limit: float = 600.0
 
 
 LEVELS = {
     "quick": Level(0.3, 0.0, False, 1.0, LOOKS, 0, 2, limit=180.0),
     "full": Level(20.0, 10.0, True, 20.0, (9, 30, 60, 120), 0, 3, rival=True),
-    "paranoid": Level(
-        20.0, 10.0, True, 60.0, (30, 60, 120), 2, 20, sandbox=True, rival=True, hashed=True, limit=3600.0
-    ),
+    "paranoid": Level(20.0, 10.0, True, 60.0, (30, 60, 120), 2, 20, sandbox=True, rival=True, limit=3600.0),
 }
 
 

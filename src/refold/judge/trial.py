@@ -86,7 +86,6 @@ class Judge:
         """
         verdict = Verdict(original, candidate, terms, off=sorted(off))
         docket = Docket(verdict, seed, off)
-        hashes = costs.hashes() if docket.level.hashed else ""
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)  # others wait for work in a loop, for longer than small tensors need one
@@ -99,9 +98,6 @@ class Judge:
                     if docket.level.deep or not deep:
                         docket.check = check.__name__
                         check(case)
-                if hashes:
-                    same = costs.hashes() == hashes
-                    docket.step("P6", "" if same else "files of refold, torch or triton are others than before")
         except Refused:
             pass
         except Misbehaved as error:

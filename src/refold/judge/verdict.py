@@ -52,7 +52,6 @@ CHECKS = {
     "C6": "it is right in other ways to call it, as under autocast, from another thread, or called again in between",
     "C7": "each block of its code ran in calls that were compared, or ends them by an error",
     "C8": "each truth value and each mask in its code was true and false there",
-    "P6": "files of refold, torch and triton are as before (paranoid)",
     "T5": "it takes at least the time in which its inputs and results can be moved",
     "T6": "two processes with the original are equally fast (paranoid)",
     "T11": "how long it takes to be made, and what memory it keeps; a note only",

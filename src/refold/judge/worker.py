@@ -36,7 +36,7 @@ import struct
 import sys
 import tempfile
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -187,27 +187,25 @@ def _key(key: Any, result: bool) -> Any:
     return key if not result and isinstance(key, (str, int)) else repr(key)
 
 
-class _Mode(private.DispatchMode):
-    """Sees each operation."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from importing its compiler for this class, which takes two seconds."""
-        return False
-
-
-class _Terms(_Mode):
-    """Counts the terms of the longest sum that one operation forms."""
+class _Watch(private.DispatchMode):
+    """Counts operations by name, and the terms of the longest sum that one of them forms."""
 
     PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "addbmm", "_int_mm")
     ALONG = ("cumsum", "cumprod", "logcumsumexp", "_softmax", "_log_softmax", "sort", "cummax", "cummin")
 
     def __init__(self) -> None:
         super().__init__()
+        self.counts: Counter[str] = Counter()
         self.longest = 1
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler for this class, which takes two seconds."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.counts[func.name().partition(".")[0]] += 1
         name = func.overloadpacket.__name__
         ins = [a for a in args if isinstance(a, torch.Tensor)]
         outs = [o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor)]
@@ -225,19 +223,6 @@ class _Terms(_Mode):
             terms = max(i.numel() for i in ins) // min(sizes) if sizes else 1
         self.longest = max(self.longest, terms)
         return out
-
-
-class _Census(_Mode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().partition(".")[0]
-        self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 class _Recorder:
@@ -470,20 +455,16 @@ class Stub:
         self._order = names
 
     def do_census(self) -> dict[str, int]:
-        """Run the prepared call and count the operations and kernels that run in it."""
-        if self._device == "cpu" and not private.imported_dynamo():  # else loading the profiler takes seconds
-            with _Census() as census:
-                self.do_go()
-            return census.counts
-        with torch.profiler.profile() as profile:
+        """Run the prepared call and count its operations, as they are before torch's compiler sees them."""
+        with _Watch() as watch:
             self.do_go()
-        return {event.key: event.count for event in profile.key_averages()}
+        return dict(watch.counts)
 
     def do_terms(self) -> int:
         """Run the prepared call and count the terms of its longest sum."""
-        with _Terms() as terms:
+        with _Watch() as watch:
             self.do_go()
-        return int(terms.longest)
+        return int(watch.longest)
 
     def do_prepare(self, tensors: list[Any], cotangents: list[Any], **values: Any) -> None:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""
