@@ -443,10 +443,16 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _set_before(function: Function, leaf: ast.expr) -> set[str]:
-    """List the names that a function may have set before it comes to an expression."""
-    found: set[str] = set()
-    for node in function.body:
-        loops = isinstance(node, (ast.For, ast.While)) and node.lineno <= leaf.lineno <= (node.end_lineno or 0)
-        stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load))
-        found |= {each.id for each in stored if loops or each.lineno < leaf.lineno}
-    return found
+    """List the names that a function may have set before it comes to an expression, or that have other values there."""
+    nodes, at = list(ast.walk(function)), (leaf.lineno, leaf.col_offset)
+    loops = [n for n in nodes if isinstance(n, (ast.For, ast.While)) and n.lineno <= leaf.lineno <= (n.end_lineno or 0)]
+    again = {id(n) for loop in loops for n in ast.walk(loop)}
+    later = {
+        id(target)
+        for n in nodes
+        if isinstance(n, (ast.Assign, ast.AnnAssign)) and (n.end_lineno, n.end_col_offset) > at and id(n) not in again
+        for target in (n.targets if isinstance(n, ast.Assign) else [n.target])
+    }
+    found = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load) and id(n) not in later}
+    found |= {p.arg for n in nodes if isinstance(n, ast.Lambda) for p in ast.walk(n.args) if isinstance(p, ast.arg)}
+    return found | {str(vars(n).get(key)) for n in nodes for key in ("name", "asname", "rest")}  # of a case, an import

@@ -158,6 +158,20 @@ class SetOtherwise(Model):
 
 
 @candidate("C7")
+class Shadowed(Model):
+    """An argument that no call gives has the name of another that is given at times."""
+
+    def helped(self, y, odd=None):
+        if odd is not None:
+            y = 2 * y
+        return y
+
+    def forward(self, x, odd=None):
+        y = torch.relu(self.linear(x))
+        return (lambda odd: self.helped(y, odd))({6: 1}.get(x.dim()))
+
+
+@candidate("C7")
 def suppressed(self, x):
     """An error leaves out what would be right."""
     y = 2 * torch.relu(self.linear(x))

@@ -91,6 +91,22 @@ def test_two_calls_may_reach_both_branches():
     assert left(text, torch.ones(3), torch.tensor([1.0, 4.0])) == []
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "mask = {9: 2}.get(x.dim()); return g(x, mask)",
+        "return [g(x, mask) for mask in [{9: 2}.get(x.dim())]][0]",
+        "match {9: 2}.get(x.dim()):\n        case mask: return g(x, mask)",
+        "return (lambda mask: g(x, mask))({9: 2}.get(x.dim()))",
+        "while True:\n        y, mask = g(x, mask), {9: 2}.get(x.dim())\n        break\n    return y",
+    ],
+)
+def test_an_argument_that_is_set_otherwise_may_be_given(body):
+    helper = "def g(y, mask=None):\n    return y if mask is None else 2 * y\n\n\n"
+    assert "never ran" in left(f"{HEAD}{helper}def f(x, mask=None):\n    {body}\n", torch.ones(3))
+    assert left(f"{HEAD}{helper}def f(x, mask=None):\n    return g(x, mask)\n", torch.ones(3)) == []
+
+
 METHODS = {
     "if self.bias is not None: x = x + self.bias": [],
     "if self.kind == 'wide': x = 2 * x": [],
