@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import random
@@ -12,14 +11,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ..verify.contention import OTHERS, Usage, others, usage
 from ..verify.timing import ALPHA, BEST_OF, DELTA, SHORT_MS, median_bounds
 from . import inputs
 from .case import Case
+from .checks.costs import possible
 from .errors import Misbehaved, Unjudgeable
-from .kernel import LIBC
 from .messages import Description
 from .process import Process, Result
 from .results import unlike
@@ -35,8 +32,6 @@ WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
-POSSIBLE = 0.5  # of the time that bytes take to be moved, on a machine that may be busier at one time than another
-NOTHING_LEFT = 1e-9  # of the largest gradient, below which one may be rounding
 
 
 def faster(case: Case) -> None:
@@ -99,7 +94,7 @@ class Race:
                 first = base if against != "eager" else fresh[0]
                 race = {**self.race(first, fresh[1], f"confirmation {turn + 1}"), "against": against}
                 self.docket.verdict.timing = race
-        self._possible(race)
+        possible(self.case, race["candidate_ms"])
         speed = f"{race['speedup']:.3f}x of {against} (at least {race['at_least']:.3f}x)"
         words = f"{speed} after {race['pairs']} pairs of calls"
         failure = "" if race["faster"] else f"not shown to be more than {DELTA:.0%} faster: {words}"
@@ -118,55 +113,6 @@ class Race:
                 f"{race['at_least']:.3f}x to {race['at_most']:.3f}x; try again on a quiet machine"
             )
         self.docket.step("T6", **race)
-
-    def _possible(self, race: dict[str, Any]) -> None:
-        """T5: no result is written, and no input read, in less time than their bytes take to be moved."""
-        kept, given = self.case.kept, filter(inputs.is_real, self.sides.first)
-        own = [t for t, alias in zip(kept.tensors, kept.aliases, strict=True) if alias is None]
-        written, read = (sum(t.numel() * t.element_size() for t in some) for some in (own, given))
-        floor = self._floor(written, read)
-        if race["candidate_ms"] < floor:  # it may be that not all inputs must be read
-            floor = self._floor(written, read := self._bytes_read())
-        failure = (
-            f"it took {race['candidate_ms']:.3g} ms, less than its inputs and results take to be moved ({floor:.3g} ms)"
-        )
-        impossible = race["candidate_ms"] < floor
-        self.docket.step("T5", failure if impossible else "", floor_ms=floor, read=read, written=written)
-
-    def _floor(self, written: int, read: int) -> float:
-        """Return the milliseconds that it takes at least to write and read so many bytes."""
-        into = torch.empty(max(written, read), dtype=torch.uint8)
-        least = math.inf
-        for value in range(5):
-            start = time.thread_time()  # waiting for a processor is no part of it
-            ctypes.memset(into.data_ptr(), value, written)
-            half = time.thread_time()
-            into[written:].fill_(value)
-            again = time.thread_time()
-            LIBC.memchr(ctypes.c_void_p(into.data_ptr()), 255, ctypes.c_size_t(read))
-            least = min(least, half - start + time.thread_time() - again)
-        return POSSIBLE * least * 1e3 / self.docket.terms.threads
-
-    def _bytes_read(self) -> int:
-        """Count the bytes of inputs on which results depend, by gradients of the original that are not zero.
-
-        Whatever the program, it must read these; of what is not differentiated, nothing is known.
-        """
-        sides = self.sides
-        call = sides.call(sides.actual("floor"))
-        call = replace(call, mode="recorded", requires_grad=True, cotangents=sides.cotangents(call.seed))
-        try:
-            r = sides.reference.call(sides.wide(call), self.docket.terms.timeout)
-        except Misbehaved:
-            return 0
-        found = [t.abs() for t in r.tensors[len(sides.outputs) :]]
-        least = NOTHING_LEFT * max([float(t.max()) for t in found if t.numel()], default=0.0)
-        names = self.case.gradients(call, r)
-        return sum(
-            int((t > least).sum()) * call.tensors[int(name.removeprefix("input "))].element_size()
-            for name, t in zip(names, found, strict=False)
-            if name.startswith("input ")
-        )
 
     def race(self, base: Process, candidate: Process, name: str) -> dict[str, Any]:
         """Call both in turns until it is known which is faster, or until the time for that is over."""
@@ -319,7 +265,7 @@ class Race:
             self.case.metadata(o, y)
         elif other := unlike(o, y):
             self.docket.step("M2", f"in a timed call, {other}")
-        self.case.timed(kind, call, o, y, self._now)
+        self.case.numbers.timed(kind, call, o, y, self._now)
         # A candidate may notice that it is timed, so what it leaves is looked at here, too.
         self.case.traces(o, y)
         if self._before is not None:

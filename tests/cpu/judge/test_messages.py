@@ -140,7 +140,7 @@ def test_wrong_numbers_are_refused_however_they_are_described(name, train, data,
         y = Suspect().answered(json.dumps(forged).encode())
         comparison = Case(docket, sides)
         comparison.metadata(o, y)
-        comparison.numbers("timed", "N1", Call({"tensor": 0}, [right]), o, o, y)
+        comparison.numbers.compare("timed", "N1", Call({"tensor": 0}, [right]), o, o, y)
 
     with pytest.raises((Refused, Misbehaved)):
         compare()

@@ -9,6 +9,7 @@ import torch
 
 from refold.judge import Terms, Verdict, race, source
 from refold.judge.case import Case
+from refold.judge.checks import costs
 from refold.judge.docket import Docket
 from refold.judge.errors import Refused, Unjudgeable
 from refold.judge.messages import Description
@@ -133,11 +134,10 @@ def test_what_takes_less_time_than_its_bytes_is_refused(monkeypatch, written, re
     of = case()
     of.kept = Result(None, [], [torch.zeros(written, dtype=torch.uint8)], 1.0, aliases=[None])
     of.sides.first = [torch.zeros(1 << 22)]
-    trial = race.Race(of)
-    monkeypatch.setattr(trial, "_bytes_read", lambda: read)
-    trial._possible({"candidate_ms": 1e4})
+    monkeypatch.setattr(costs, "_bytes_read", lambda case: read)
+    costs.possible(of, 1e4)
     with pytest.raises(Refused):
-        trial._possible({"candidate_ms": 1e-4})
+        costs.possible(of, 1e-4)
     assert of.docket.verdict.check == "T5"
 
 

@@ -15,6 +15,7 @@ import torch
 from refold.errors import ArgumentError, TargetError
 from refold.judge import Judge, Nursery, Terms, judge, kernel, process, race, replay, results, sides, source
 from refold.judge import sandbox as sandbox_of_judge
+from refold.judge.checks import costs
 from refold.judge.errors import Misbehaved
 from refold.judge.terms import LEVELS
 from refold.verify import numerics
@@ -115,7 +116,7 @@ def test_what_is_no_log_is_not_replayed(text, tmp_path):
 
 def test_inputs_on_which_results_depend_must_be_read(nursery, monkeypatch):
     """Of the first input two rows, of the second all; what is multiplied by zero is not read."""
-    monkeypatch.setattr(race, "POSSIBLE", 1e9)  # it is asked only of what is too fast if all inputs must be read
+    monkeypatch.setattr(costs, "POSSIBLE", 1e9)  # it is asked only of what is too fast if all inputs must be read
     threads = torch.get_num_threads()
     original = ORIGINAL.replace("a @ b", "a[:2] @ b + 0 * a.sum()")
     first, second = (

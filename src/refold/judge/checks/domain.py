@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 
 from .. import inputs, weights
-from ..case import COARSE, Case
+from ..case import Case
 from ..errors import Raised
+from ..numbers import COARSE
 from ..process import Call
 from ..results import alike, rms, unlike
 from ..shared import needed

@@ -36,7 +36,7 @@ def everything(case: Case) -> None:
         docket.step("C7", f"line {branches.from_text[0]} makes code of text, of which nothing is known")
     with sides.doubled(branches) as cover:
         double = Case(docket, sides)
-        double.known = case.known
+        double.numbers.known = case.numbers.known
         if not level.deep:
             docket.level = replace(LEVELS["full"], kinds_s=SECONDS, shapes_s=3 * SECONDS)
         with contextlib.suppress(Enough):

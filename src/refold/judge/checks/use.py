@@ -13,7 +13,7 @@ from ..case import OTHER_DTYPES, Case
 from ..errors import Raised
 from ..messages import FORWARD, OPTIONAL, USES, WAYS
 from ..process import Call, Result
-from ..results import alike, identical, judged
+from ..results import alike, identical
 from ..shared import needed
 from ..sides import State, Tensors
 
@@ -112,14 +112,8 @@ def _own_weights(case: Case) -> None:
         with sides.ready(sides.candidate, beside=suspect) as other:
             other.adopt(state, "loaded", timeout)
             o = other.call(call, timeout, most=sides.most)
-        near = (
-            judged("", a, a, b, case.known * 1.125, sides.longest) for a, b in zip(o.tensors, y.tensors, strict=True)
-        )
-        failure = (
-            "the results are those of before"
-            if alike(before, y)
-            else next(filter(None, (one.reason for one in near)), "")
-        )
+        failure = next((one.reason for one in case.numbers.near(o, y) if one.reason), "")
+        failure = "the results are those of before" if alike(before, y) else failure
         case.docket.step("C2", failure and f"after its own weights were changed by {WAYS[way]}: {failure}")
     suspect.adopt(own, "loaded", timeout)
     suspect.state()
@@ -343,4 +337,4 @@ def _plain_sum(case: Case) -> None:
     y = sides.ask(call)
     case.metadata(o, y)
     each = list(zip(r.tensors, o.tensors, y.tensors, strict=True))
-    case.coarse("a sum's", call, o, each[len(sides.outputs) :])
+    case.numbers.coarse("a sum's", call, o, each[len(sides.outputs) :])
