@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,15 +23,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ..verify.contention import crowding
 from . import kernel, messages
 from .branches import Branches
-from .errors import Misbehaved, Raised, Unjudgeable
+from .channel import Channel, read
+from .errors import Misbehaved, Unjudgeable
 from .messages import Description, Place
-from .shared import After, Shared, overlap
+from .shared import After, Kin, Shared
 
-_REPLY_LIMIT = 64 << 20
-_CROWDED = 10.0  # times the limit of an answer, at most, where other programs want the same cores
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
 _AWAKE_S = 60.0  # the longest that a thread may neither sleep nor run, on however busy a machine
 _STOP_S = 0.05  # within which all threads stop, unless other programs keep them from running at all
@@ -132,7 +129,6 @@ class Process:
         active: What confines it.
         unseen: What its part of refold cannot see with this PyTorch.
         lenient: Rules that are not to be enforced here, so that tests can show that they are needed.
-        until: When the trial must have ended, by the clock of `time.perf_counter`.
         names: What the original calls its parameters and buffers, by its own names; empty of those it has not.
     """
 
@@ -141,23 +137,26 @@ class Process:
         guard: socket.socket,
     ):  # fmt: skip
         self._home, self._text, self._name = home, text, name
-        self.folder, self.shared, self._channel, self._guard = folder, shared, channel, guard
+        self.folder, self.shared, self._channel, self._guard = folder, shared, Channel(channel), guard
         self.pid, self.family = 0, set[int]()
         self.active: list[str] = []
         self.unseen: list[str] = []
         self.lenient: frozenset[str] = frozenset()
-        self.until = float("inf")
         self.names: dict[str, str] = {}
         self._used = 0.0, 0.0
         self._recent: deque[list[tuple[int, int]]] = deque(maxlen=_HELD)  # where results of the last calls lie
         self._resting: dict[str, tuple[int, int]] = {}  # how long each thread had run when all slept after a call
         self._state: dict[str, Description] = {}
 
+    def end_by(self, until: float) -> None:
+        """Say when the trial must have ended, by the clock of `time.perf_counter`."""
+        self._channel.until = until
+
     def greet(self) -> None:
         """Wait until the process is there, and learn what confines it; it has loaded no program yet."""
-        self.pid = self._answer(_COMMAND_S, int)
+        self.pid = self._channel.answer(_COMMAND_S, int)
         self.family = {self.pid, *kernel.parents(self.pid)}
-        hello = self._answer(_COMMAND_S, messages.Confined)
+        hello = self._channel.answer(_COMMAND_S, messages.Confined)
         self.active, self.unseen = hello.active, hello.off
 
     # Commands.
@@ -203,8 +202,8 @@ class Process:
         # What runs between a call and the next command would slow others down.
         if resting and self.activity() != resting and "S6" not in self.lenient:
             raise Misbehaved("S6", "it used the processor between calls")
-        self._send(pickle.dumps((command, messages.plain(values))))
-        return self._answer(timeout, kind)
+        self._channel.send(pickle.dumps((command, messages.plain(values))))
+        return self._channel.answer(timeout, kind)
 
     # Calls.
 
@@ -228,8 +227,8 @@ class Process:
         forks, threads = kernel.forks(), kernel.threads(self.pid)
         before, queued = self.processor_time(), self.queue_time()
         start = time.perf_counter()
-        self._send(b"")
-        frame = self._frame(timeout)
+        self._channel.send(b"")
+        frame = self._channel.frame(timeout)
         while "U4" in self.lenient and kernel.threads(self.pid) - threads:
             time.sleep(1e-3)
         # What runs on after the answer is stopped before the clock is.
@@ -239,7 +238,7 @@ class Process:
             started = kernel.forks() != forks
             self._await_stop()
             stopped = self.processor_time()[0]
-            answer = _read(frame, messages.Returned)
+            answer = read(frame, messages.Returned)
             beside = self.lingering()
             tensors = self.tensors(answer.tensors, most)
             resumed = self.processor_time()[0] - stopped > _RESUMED_S
@@ -270,43 +269,13 @@ class Process:
         largest = max((m.span for m in (*found, *self._state.values())), default=0)
         if self._home.device == "cpu" and largest > (most := sum(each.end - each.start for each in mappings)):
             raise Misbehaved("M3", f"a tensor is said to span {largest} bytes, and the process has {most}")
-        result.aliases = [self._alias(index, found, inputs, mappings) for index in range(len(found))]
-        spans = [(0, 0) if a and a[0] == "input" else self._memory(m)
-                 for m, a in zip(result.metadata, result.aliases, strict=True)]  # fmt: skip
+        own = [each for each in mappings if each.inode == self.shared.inode]
+        kin = Kin(found, self._state, inputs, own, "address" if self._home.device == "cpu" else "pointer")
+        result.aliases = [kin.alias(index) for index in range(len(found))]
+        spans = [(0, 0) if a and a[0] == "input" else kin.memory(m) for m, a in zip(found, result.aliases, strict=True)]
         earlier = [span for spans in self._recent for span in spans]
         result.reused = [any(a < d and c < b for c, d in earlier) for a, b in spans]
         self._recent.append(spans)
-
-    def _alias(
-        self, index: int, metadata: Sequence[Description], inputs: Sequence[Place], mappings: Sequence[kernel.Mapping]
-    ) -> Any:
-        """Say which input, parameter or earlier result a result shares elements with, by whatever address."""
-        m = metadata[index]
-        start, end = self._span(m)
-        for each in mappings:
-            if each.inode == self.shared.inode and each.start < end and start < each.end:
-                at = start - each.start + each.offset
-                for number, place in enumerate(inputs):
-                    size = messages.DTYPES[place.dtype].itemsize * place.elements
-                    if at < place.offset + size and place.offset < at + end - start:
-                        return ["input", number, at - place.offset]
-        for kind, others in (("output", dict(enumerate(metadata[:index]))), ("state", self._state)):
-            for name, other in others.items():
-                here, there = self._at(m), self._at(other)
-                if overlap(m, here, other, there):
-                    return [kind, name, here - there]
-        return None
-
-    def _at(self, m: Description) -> int:
-        return m.address if self._home.device == "cpu" else m.pointer
-
-    def _span(self, m: Description) -> tuple[int, int]:
-        return self._at(m), self._at(m) + m.span
-
-    def _memory(self, m: Description) -> tuple[int, int]:
-        """Return from where to where the memory goes that a tensor is a part of, as its process says, but all of it."""
-        start, end = self._span(m)
-        return (min(start, m.storage), max(end, m.storage + m.storage_bytes)) if m.span else (0, 0)
 
     def _prepare(self, call: Call, hold: bool) -> list[Place]:
         """Choose places for a call's tensors and tell the process."""
@@ -485,59 +454,3 @@ class Process:
         until = time.perf_counter() + _STOP_S
         while time.perf_counter() < until and not all(state in kernel.STOPPED for state in kernel.states(self.pid)):
             time.sleep(5e-5)
-
-    # The channel.
-
-    def _send(self, payload: bytes) -> None:
-        try:
-            self._channel.settimeout(30.0)
-            self._channel.sendall(struct.pack("<I", len(payload)) + payload)
-        except OSError as error:
-            raise Misbehaved("P4", f"its process has ended or does not listen ({error})") from error
-
-    def _answer(self, timeout: float, kind: Any) -> Any:
-        return _read(self._frame(timeout), kind)
-
-    def _frame(self, timeout: float) -> bytes:
-        """Read one frame; where other programs want the same cores, it may take longer."""
-        start = time.perf_counter()
-        try:
-            (size,) = struct.unpack("<I", self._exactly(4, start, timeout))
-            if size > _REPLY_LIMIT:
-                raise Misbehaved("P4", f"its answer of {size} bytes is longer than any answer is")
-            return self._exactly(size, start, timeout)
-        except TimeoutError:
-            if time.perf_counter() >= self.until:
-                raise Unjudgeable("the time of the trial as a whole is over") from None
-            raise Misbehaved("P3", f"it did not answer within {time.perf_counter() - start:.0f} s") from None
-        except OSError as error:
-            raise Misbehaved("P4", f"its process has ended ({error})") from error
-
-    def _exactly(self, size: int, start: float, timeout: float) -> bytes:
-        parts = []
-        while size:
-            spent = time.perf_counter() - start
-            seconds = timeout - spent if spent < timeout else timeout * min(crowding(), _CROWDED) - spent
-            seconds = min(seconds, self.until - time.perf_counter())
-            if seconds <= 0:
-                raise TimeoutError
-            self._channel.settimeout(seconds)
-            try:
-                part = self._channel.recv(min(size, 1 << 20))
-            except TimeoutError:
-                continue  # there may be more by now
-            if not part:
-                raise Misbehaved("P4", "its process has ended before it answered")
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
-
-
-def _read(frame: bytes, kind: Any) -> Any:
-    try:
-        answer = messages.read(frame, kind)
-    except messages.Malformed as error:
-        raise Misbehaved("P4", f"its answer is none: {error}") from None
-    if isinstance(answer, messages.Failure):
-        raise Raised(answer)
-    return answer

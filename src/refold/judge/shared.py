@@ -5,13 +5,15 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from . import kernel
 from .errors import Unjudgeable
-from .messages import Description, Place
+from .messages import DTYPES, Description, Place
 
 GUARD = 4096  # bytes of red zone before and after each input
 _PAGE = 4096
@@ -110,6 +112,52 @@ class Shared:
     def _zones(self, place: Place, t: torch.Tensor) -> list[torch.Tensor]:
         ends = (place.offset - GUARD, place.offset + place.elements * t.element_size())
         return [torch.frombuffer(self._region, dtype=torch.uint8, count=GUARD, offset=at) for at in ends]
+
+
+@dataclass
+class Kin:
+    """Tensors that may share memory: results, parameters and buffers, and inputs.
+
+    Attributes:
+        results: What a call returned,
+        state: and what the program keeps.
+        inputs: Where inputs lie in the shared memory,
+        mappings: and where in the process that is.
+        at: What says where a tensor lies: ``address``, or on a device ``pointer``.
+    """
+
+    results: Sequence[Description]
+    state: Mapping[str, Description]
+    inputs: Sequence[Place]
+    mappings: Sequence[kernel.Mapping]
+    at: str
+
+    def alias(self, index: int) -> Any:
+        """Say which input, parameter or earlier result a result shares elements with, by whatever address."""
+        m = self.results[index]
+        start, end = self._span(m)
+        for each in self.mappings:
+            if each.start < end and start < each.end:
+                at = start - each.start + each.offset
+                for number, place in enumerate(self.inputs):
+                    size = DTYPES[place.dtype].itemsize * place.elements
+                    if at < place.offset + size and place.offset < at + end - start:
+                        return ["input", number, at - place.offset]
+        for kind, others in (("output", dict(enumerate(self.results[:index]))), ("state", self.state)):
+            for name, other in others.items():
+                there = self._span(other)[0]
+                if overlap(m, start, other, there):
+                    return [kind, name, start - there]
+        return None
+
+    def memory(self, m: Description) -> tuple[int, int]:
+        """Return from where to where the memory goes that a tensor is a part of, as its process says, but all of it."""
+        start, end = self._span(m)
+        return (min(start, m.storage), max(end, m.storage + m.storage_bytes)) if m.span else (0, 0)
+
+    def _span(self, m: Description) -> tuple[int, int]:
+        start = getattr(m, self.at)
+        return start, start + m.span
 
 
 def overlap(a: Description, here: int, b: Description, there: int) -> bool:

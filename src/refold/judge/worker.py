@@ -289,14 +289,16 @@ class Stub:
 
     def serve(self) -> NoReturn:
         """Answer commands for ever; an empty one is the signal to start."""
-        while True:
-            frame = receive(self._channel)
+        commands = self._channel.makefile("rb")
+        while size := commands.read(4):
+            frame = commands.read(*struct.unpack("<I", size))
             try:
                 command, values = pickle.loads(frame) if frame else ("go", {})
                 answer = getattr(self, f"do_{command}")(**values)
             except BaseException as error:
                 answer = _failure(error, self._file)
             send(self._channel, messages.to_json(answer))
+        os._exit(0)  # the judge is gone
 
     def do_load(
         self, text: str, name: str, attribute: str, code: bytes = b"", recorder: str = "", room: int = 0
@@ -754,23 +756,6 @@ def _unflatten(tree: Any, leaves: list[torch.Tensor]) -> Any:
         items = [_unflatten(value, leaves) for value in tree["items"]]
         return items if tree["sequence"] == "list" else tuple(items)
     return tree["value"]
-
-
-def receive(channel: socket.socket) -> bytes:
-    """Read one frame: four bytes of length, then the payload."""
-    (size,) = struct.unpack("<I", _exactly(channel, 4))
-    return _exactly(channel, size)
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    parts = []
-    while size:
-        part = channel.recv(min(size, 1 << 20))
-        if not part:
-            os._exit(0)  # the judge is gone
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def send(channel: socket.socket, payload: bytes) -> None:

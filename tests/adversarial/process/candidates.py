@@ -65,7 +65,7 @@ def forged(self, x):
         "traits": [],
         "requires_grad": False,
     }
-    reply = json.dumps({"answer": "Returned", "tree": {"tensor": 0}, "tensors": [claim], "left": []}).encode()
+    reply = json.dumps({"answer": {"tree": {"tensor": 0}, "tensors": [claim], "left": []}}).encode()
     for handle in range(3, 30):
         try:
             os.write(handle, struct.pack("<I", len(reply)) + reply)

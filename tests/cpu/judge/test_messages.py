@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from refold.judge import Terms, Verdict, messages, process, results, source
+from refold.judge import Terms, Verdict, channel, messages, process, results, source
 from refold.judge.case import Case
 from refold.judge.docket import Docket
 from refold.judge.errors import Misbehaved, Raised, Refused
@@ -105,7 +105,7 @@ class Suspect(process.Process):
         return torch.zeros(size, dtype=torch.uint8)
 
     def answered(self, frame):
-        answer = process._read(frame, messages.Returned)
+        answer = channel.read(frame, messages.Returned)
         found = self.tensors(answer.tensors, 1 << 20)
         count = len(found)
         return Result(answer.tree, answer.tensors, found, 1.0, left=answer.left, aliases=[None] * count)
