@@ -26,6 +26,7 @@ from .program import Program as Program
 from .program import Target
 from .program import program as program
 from .program import source as source
+from .results import leaves
 from .sides import Tensors
 from .terms import LEVELS
 from .terms import Terms as Terms
@@ -135,16 +136,13 @@ def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[d
     drawn = answer.tensors
     floats = ("float16", "bfloat16", "float32", "float64")
 
-    def described(tree: Any) -> list[dict[str, Any]]:
-        if "items" in tree:
-            inner = [item[1] if "dict" in tree else item for item in tree["items"]]
-            return [each for item in inner for each in described(item)]
-        if "tensor" not in tree:
-            return [{"value": tree.get("value")}]
-        m = drawn[tree["tensor"]]
-        return [{"shape": m.shape, "dtype": terms.dtype if m.dtype in floats else m.dtype}]
+    def described(leaf: Any) -> dict[str, Any]:
+        if "tensor" not in leaf:
+            return {"value": leaf.get("value")}
+        m = drawn[leaf["tensor"]]
+        return {"shape": m.shape, "dtype": terms.dtype if m.dtype in floats else m.dtype}
 
-    return described(answer.tree)
+    return list(map(described, leaves(answer.tree)))
 
 
 def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verdict | None]:

@@ -41,14 +41,9 @@ class Case:
         self, kind: str, values: Tensors, *, check: str = "", adopted: bool = False, **options: Any
     ) -> tuple[Result, Result]:
         """Run one call on all sides and compare everything that comes back; say if they have their state already."""
-        sides = self.sides
-        call = sides.call(values, salt=kind, **options)
-        if not adopted:
-            sides.settle_state()
-        with sides.of_the_original():
-            # If a check is named, what a number must be is known, and the original in its own precision stands for it.
-            o, r = sides.originals(call, wide=not check)
-        y = sides.ask(call)
+        call = self.sides.call(values, salt=kind, **options)
+        # If a check is named, what a number must be is known, and the original in its own precision stands for it.
+        r, o, y = self.answers(call, wide=not check, adopted=adopted)
         self.metadata(o, y)
         self.numbers.compare(kind, check or rule(kind), call, r, o, y)
         self._aliases = o.aliases
@@ -56,6 +51,14 @@ class Case:
         self.numbers.past.append(y)
         self.compared()
         return o, y
+
+    def answers(self, call: Call, *, wide: bool = True, adopted: bool = False) -> tuple[Result, Result, Result]:
+        """Call the reference, the original and the candidate."""
+        if not adopted:
+            self.sides.settle_state()
+        with self.sides.of_the_original():
+            o, r = self.sides.originals(call, wide=wide)
+        return r, o, self.sides.ask(call)
 
     def compared(self) -> None:
         """Count what the last call ran, now that it was right."""

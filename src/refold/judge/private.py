@@ -61,16 +61,6 @@ def _find(name: str, default: Any = None) -> Any:
         return default
 
 
-class _NoMode:
-    """Sees no operation."""
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 _told = {what: (_find(name), tell) for what, (name, tell) in SWITCHES.items()}
 _module_hooks = _find("nn.Module._forward_hooks")
 _tensor_hooks = _find("Tensor._backward_hooks")
@@ -78,7 +68,7 @@ _version = _find("Tensor._version")
 _compiler: Any = None if _find("compiler._is_compiling_flag") is None else torch.compiler
 _script = _find("jit._state")
 _config = _find("utils._config_module.ConfigModule.get_config_copy")
-DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", _NoMode)
+DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", contextlib.nullcontext)
 """A class whose instances, as context managers, see each operation."""
 
 

@@ -28,7 +28,7 @@ from .branches import Branches
 from .channel import Channel, read
 from .errors import Misbehaved, Unjudgeable
 from .messages import Description, Place
-from .shared import After, Kin, Shared
+from .shared import Kin, Shared
 
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
 _AWAKE_S = 60.0  # the longest that a thread may neither sleep nor run, on however busy a machine
@@ -200,10 +200,13 @@ class Process:
         """Send a command, and return the answer of a kind; what the program raises is its misbehaviour."""
         resting, self._resting = self._resting, {}
         # What runs between a call and the next command would slow others down.
-        if resting and self.activity() != resting and "S6" not in self.lenient:
-            raise Misbehaved("S6", "it used the processor between calls")
+        self._forbid("S6", resting and self.activity() != resting, "it used the processor between calls")
         self._channel.send(pickle.dumps((command, messages.plain(values))))
         return self._channel.answer(timeout, kind)
+
+    def _forbid(self, check: str, seen: object, said: str) -> None:
+        if seen and check not in self.lenient:
+            raise Misbehaved(check, said)
 
     # Calls.
 
@@ -222,8 +225,8 @@ class Process:
         places = self._prepare(call, hold)
         asleep = self.settle()
         self._fill(call, places)
-        if asleep and self.activity() != asleep and "S6" not in self.lenient:
-            raise Misbehaved("S6", "it used the processor while it waited for its inputs")
+        moved = asleep and self.activity() != asleep
+        self._forbid("S6", moved, "it used the processor while it waited for its inputs")
         forks, threads = kernel.forks(), kernel.threads(self.pid)
         before, queued = self.processor_time(), self.queue_time()
         start = time.perf_counter()
@@ -243,23 +246,21 @@ class Process:
             tensors = self.tensors(answer.tensors, most)
             resumed = self.processor_time()[0] - stopped > _RESUMED_S
         used, self._used = self._used, after
-        if beside and "S6" not in self.lenient:
-            raise Misbehaved("S6", "a process that it started ran on after its call had returned")
-        if resumed and "S6" not in self.lenient:
-            raise Misbehaved("S6", "it ran on when it had been stopped")
+        self._forbid("S6", beside, "a process that it started ran on after its call had returned")
+        self._forbid("S6", resumed, "it ran on when it had been stopped")
         self._resting = self.settle()
-        memory = self.shared.look(places, call.values, call.perturb or 0xFF)
+        count = len(call.tensors)
+        changed, values, overrun = self.shared.look(places, call.values, call.perturb or 0xFF)
         times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited, started)
         result = Result(answer.tree, answer.tensors, tensors, *times, left=[each[:200] for each in answer.left])
-        self._relate(result, places[: len(call.tensors)], memory)
+        result.changed = [i for i in changed if i < count]
+        result.cotangents_changed = len(result.changed) < len(changed)
+        result.inputs_after, result.overrun = values[:count], overrun
+        self._relate(result, places[:count])
         return result
 
-    def _relate(self, result: Result, inputs: Sequence[Place], memory: After) -> None:
-        """Say what results share memory with, and what the call did to its inputs."""
-        count = len(inputs)
-        result.changed = [i for i in memory.changed if i < count]
-        result.cotangents_changed = len(result.changed) < len(memory.changed)
-        result.inputs_after, result.overrun = memory.values[:count], memory.overrun
+    def _relate(self, result: Result, inputs: Sequence[Place]) -> None:
+        """Say what results share memory with."""
         mappings = kernel.mappings(self.pid)
         for m in result.metadata:
             where = next((each for each in mappings if each.start <= m.address < each.end), None)

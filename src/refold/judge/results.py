@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,12 +91,8 @@ def strides(m: Description) -> list[int]:
 
 def contiguous(shape: Sequence[int]) -> list[int]:
     """Return the strides of a contiguous tensor, as `strides` gives them."""
-    found, step = [], 1
-    for n in reversed(shape):
-        if n > 1:
-            found.append(step)
-        step *= n
-    return found[::-1] if 0 not in shape else []
+    like = torch.empty(shape, device="meta")
+    return [] if 0 in shape else [s for n, s in zip(shape, like.stride(), strict=True) if n > 1]
 
 
 def outline(tree: Any) -> str:
@@ -110,10 +106,17 @@ def outline(tree: Any) -> str:
     return "tensor" if "tensor" in tree else "float" if "float" in tree else str(tree.get("value", tree.get("object")))
 
 
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield what is in a structure, in order."""
+    for item in tree.get("items", ()):
+        yield from leaves(item[1] if "dict" in tree else item)
+    if "items" not in tree:
+        yield tree
+
+
 def foreign_type(tree: Any) -> str:
     """Return the type of something in a structure that is nothing a judge can read; empty if there is none."""
-    inner = [item[1] if "dict" in tree else item for item in tree.get("items", ())]
-    return next(filter(None, map(foreign_type, inner)), "") or str(tree.get("object", ""))
+    return next((str(leaf["object"]) for leaf in leaves(tree) if leaf.get("object")), "")
 
 
 def rms(tensors: Sequence[torch.Tensor]) -> float:

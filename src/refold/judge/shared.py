@@ -20,21 +20,6 @@ _PAGE = 4096
 _ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
 
 
-@dataclass
-class After:
-    """What a call did to what lies in the shared memory.
-
-    Attributes:
-        changed: The tensors that were changed, by number.
-        values: What each is now.
-        overrun: Whether memory next to one was written to.
-    """
-
-    changed: list[int]
-    values: list[torch.Tensor]
-    overrun: bool
-
-
 class Shared:
     """A region of memory. The side that owns ``handle`` gives it to the process, and closes it.
 
@@ -80,19 +65,23 @@ class Shared:
             if place.elements:
                 self._bytes(place, t).copy_(_raw(t))
 
-    def look(self, places: Sequence[Place], tensors: Sequence[torch.Tensor], guard: int) -> After:
-        """See what has become of values and red zones."""
-        after = After([], [], False)
+    def look(
+        self, places: Sequence[Place], tensors: Sequence[torch.Tensor], guard: int
+    ) -> tuple[list[int], list[torch.Tensor], bool]:
+        """Return the numbers of tensors that were changed, what all are now, and if memory next to one was written."""
+        changed: list[int] = []
+        values: list[torch.Tensor] = []
+        overrun = False
         for index, (place, t) in enumerate(zip(places, tensors, strict=True)):
             value = t
             if place.elements:
                 now = self._bytes(place, t)
                 if not torch.equal(now, _raw(t)):
-                    after.changed.append(index)
+                    changed.append(index)
                     value = now.clone().view(t.dtype).as_strided(t.shape, t.stride(), place.first)
-                after.overrun |= any(bool((zone != guard).any()) for zone in self._zones(place, t))
-            after.values.append(value)
-        return after
+                overrun |= any(bool((zone != guard).any()) for zone in self._zones(place, t))
+            values.append(value)
+        return changed, values, overrun
 
     def batches(self, tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Divide tensors so that each part fits."""

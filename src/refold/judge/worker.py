@@ -84,6 +84,7 @@ _REACH = (
     *("named_children", "zero_grad", "requires_grad_", "__call__", "register_forward_hook"),
     *("register_forward_pre_hook", "register_full_backward_hook"),
 )
+_PLAIN = (bool, int, str, float)
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
 _M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
@@ -149,13 +150,9 @@ def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
     if result and dataclasses.is_dataclass(value) and not isinstance(value, type):
         held = [getattr(value, each.name) for each in dataclasses.fields(value)]
         return {"sequence": _kind(value), "items": [_flatten(v, leaves, result=True) for v in held]}
-    if value is None or (isinstance if not result else _exactly_of)(value, (bool, int, str, float)):
+    if value is None or (type(value) in _PLAIN if result else isinstance(value, _PLAIN)):
         return {"value": value}
     return {"object": type(value).__qualname__}
-
-
-def _exactly_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    return type(value) in kinds
 
 
 def _kind(value: Any) -> str:
@@ -458,13 +455,13 @@ class Stub:
 
     def do_census(self) -> dict[str, int]:
         """Run the prepared call and count its operations, as they are before torch's compiler sees them."""
-        with _Watch() as watch:
+        with (watch := _Watch()):
             self.do_go()
         return dict(watch.counts)
 
     def do_terms(self) -> int:
         """Run the prepared call and count the terms of its longest sum."""
-        with _Watch() as watch:
+        with (watch := _Watch()):
             self.do_go()
         return int(watch.longest)
 

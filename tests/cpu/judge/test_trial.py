@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from refold.errors import ArgumentError, TargetError
-from refold.judge import Judge, Nursery, Terms, judge, kernel, process, race, replay, results, sides, source
+from refold.judge import Judge, Nursery, Terms, channel, judge, kernel, process, race, replay, results, sides, source
 from refold.judge import sandbox as sandbox_of_judge
 from refold.judge.checks import costs
 from refold.judge.errors import Misbehaved
@@ -218,12 +218,12 @@ def test_a_candidate_forges_no_lines_of_the_report(where, nursery):
 
 def test_an_answer_may_take_longer_where_others_want_the_same_cores(nursery, monkeypatch):
     asleep = "import time\ntime.sleep(1.5)\nModelNew = None"
-    monkeypatch.setattr(process, "crowding", lambda: 1.0)
+    monkeypatch.setattr(channel, "crowding", lambda: 1.0)
     with nursery.program(asleep, "candidate.py", room=4096) as worker:
         with pytest.raises(Misbehaved, match="did not answer") as error:
             worker.load("ModelNew", 0.2)
         assert error.value.check == "P3"
-    monkeypatch.setattr(process, "crowding", lambda: 1e9)  # no more than _CROWDED times
+    monkeypatch.setattr(channel, "crowding", lambda: 1e9)  # no more than _CROWDED times
     with nursery.program(asleep, "candidate.py", room=4096) as other, pytest.raises(Misbehaved):
         other.load("ModelNew", 0.05)
     with nursery.program(asleep, "candidate.py", room=4096) as worker:
