@@ -91,6 +91,7 @@ class Excuses:
         self._short: dict[str, ast.expr | None] = {}  # what functions of one line return
         self._classes: dict[str, ast.ClassDef] = {}
         self._imported: dict[str, str] = {}
+        self._functions: dict[int, Function] = {}  # by their lines; those that are marked change
         self._caught: list[str] = []
         self.from_text: list[int] = []
         self.opaque: list[int] = []
@@ -99,13 +100,13 @@ class Excuses:
         self._has_os = self._imported.get("os") == "os"
         self._dynamic = bool(_DYNAMIC & set(self.names))
         self.looks_up = _looks_up(tree)
-        self._guards, self._locals, self._conditions = _guards(tree), _local_values(tree), _conditions(tree)
+        self._guards, self._conditions = _guards(tree), _conditions(tree)
 
     def _walk(self, node: ast.AST, function: Function, owner: Class) -> None:
         for child in ast.iter_child_nodes(node):
             inner, cls = function, owner
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                inner = child
+                inner = self._functions[child.lineno] = child
                 self._defined.add(child.name)
                 self._bound[child.name] += 1
                 if isinstance(node, ast.Module) and isinstance(child.body[0], ast.Return):
@@ -277,7 +278,9 @@ class Excuses:
         defaults = dict(zip(names[len(own) - len(a.defaults) :], a.defaults, strict=True))
         defaults |= {k: d for k, d in zip(keywords, a.kw_defaults, strict=True) if d is not None}
         this = f"{function.name}.{name}"
-        if this in seen or name not in (*names, *keywords) or name in _set_before(function, leaf) or self.looks_up:
+        if this in seen or name not in (*names, *keywords) or self.looks_up:
+            return False
+        if _values(self._functions[function.lineno], name, leaf):
             return False
         left_out = isinstance(defaults.get(name), ast.Constant)
         at = (names.index(name) if name in names else len(names)) - (owner is not None)
@@ -318,8 +321,10 @@ class Excuses:
             names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)][1:]
             return node.id in names and constant and self._made_once(owner, seen)
         if isinstance(node, ast.Name) and function is not None and function.name != "__init__":
-            before = [value for line, value in self._locals.get((function.lineno, node.id), []) if line < node.lineno]
-            return len(before) == 1 and before[0] is not None and self._fixed(before[0], function, owner, seen)
+            a, values = function.args, _values(self._functions[function.lineno], node.id, node)
+            given = {p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None}
+            value = values[0] if len(values) == 1 and node.id not in given else None
+            return value is not None and self._fixed(value, function, owner, seen)
         if isinstance(node, ast.Compare) and (found := _ASKED.fullmatch(ast.unparse(node))):
             stores = self._stores(found[1], owner, seen)
             return bool(stores) and all(self._is_or_is_none(*store, seen | {found[1]}) for store in stores)
@@ -355,24 +360,6 @@ class Excuses:
             and all(self._fixed(a, where, cls, seen | {key}) for a in (*call.args, *(k.value for k in call.keywords)))
             for call, where, cls in calls
         )  # fmt: skip
-
-
-def _local_values(tree: ast.Module) -> dict[tuple[int, str], list[tuple[int, ast.expr | None]]]:
-    """Map a function's line and a local name to the lines where it is set, and to what if by a plain statement."""
-    found: dict[tuple[int, str], list[tuple[int, ast.expr | None]]] = {}
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        a, inner = function.args, list(ast.walk(function))
-        plain = {n.targets[0]: n.value for n in function.body if isinstance(n, ast.Assign) and len(n.targets) == 1}
-        shared = {name for n in inner if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
-        shared |= {p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None}
-        loops = [n for n in inner if isinstance(n, (ast.For, ast.While, ast.comprehension))]
-        shared |= {n.id for loop in loops for n in ast.walk(loop) if isinstance(n, ast.Name)}
-        for n in inner:
-            if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load) and n.id not in shared:
-                found.setdefault((function.lineno, n.id), []).append((n.lineno, plain.get(n)))
-    return found
 
 
 def _conditions(tree: ast.Module) -> Counter[str]:
@@ -442,17 +429,24 @@ def _same(one: Any, other: Any) -> bool:
     return one is not None and other is not None and (one.name, one.lineno) == (other.name, other.lineno)
 
 
-def _set_before(function: Function, leaf: ast.expr) -> set[str]:
-    """List the names that a function may have set before it comes to an expression, or that have other values there."""
-    nodes, at = list(ast.walk(function)), (leaf.lineno, leaf.col_offset)
+def _values(function: Function, name: str, leaf: ast.expr) -> list[ast.expr | None]:
+    """List what a function may have set a name to before it comes to an expression; None if not by a plain statement.
+
+    What a statement sets that ends later counts in a loop alone; other bindings, as of a lambda, count in any case.
+    """
+    nodes, at, found, plain = list(ast.walk(function)), (leaf.lineno, leaf.col_offset), [], set[int]()
     loops = [n for n in nodes if isinstance(n, (ast.For, ast.While)) and n.lineno <= leaf.lineno <= (n.end_lineno or 0)]
     again = {id(n) for loop in loops for n in ast.walk(loop)}
-    later = {
-        id(target)
-        for n in nodes
-        if isinstance(n, (ast.Assign, ast.AnnAssign)) and (n.end_lineno, n.end_col_offset) > at and id(n) not in again
-        for target in (n.targets if isinstance(n, ast.Assign) else [n.target])
-    }
-    found = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load) and id(n) not in later}
-    found |= {p.arg for n in nodes if isinstance(n, ast.Lambda) for p in ast.walk(n.args) if isinstance(p, ast.arg)}
-    return found | {str(vars(n).get(key)) for n in nodes for key in ("name", "asname", "rest")}  # of a case, an import
+    for n in nodes:
+        if isinstance(n, (ast.Assign, ast.AnnAssign)):
+            targets = n.targets if isinstance(n, ast.Assign) else [n.target]
+            here = {id(t) for t in targets if isinstance(t, ast.Name) and t.id == name}
+            plain |= here
+            if here and (id(n) in again or (n.end_lineno or 0, n.end_col_offset or 0) <= at):
+                found.append(n.value if n in function.body and len(targets) == 1 else None)
+        stored = isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load) and id(n) not in plain
+        said = [vars(n).get(key) for key in ("name", "asname", "rest")]  # of a case, an import, an error
+        said += [p.arg for p in ast.walk(n.args) if isinstance(p, ast.arg)] if isinstance(n, ast.Lambda) else []
+        said += n.names if isinstance(n, (ast.Global, ast.Nonlocal)) else []
+        found += [None] if stored or name in said else []
+    return found
