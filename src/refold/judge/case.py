@@ -12,7 +12,7 @@ from ..verify import numerics
 from .docket import Docket
 from .errors import Raised, Unjudgeable
 from .messages import USES, Inspected
-from .numbers import LOW, Numbers
+from .numbers import LOW, NumberChecks
 from .process import Call, Process, Result
 from .results import contiguous, identical, judged, rule, strides, unlike
 from .sides import Sides, Tensors, together
@@ -34,7 +34,7 @@ class Case:
 
     def __init__(self, docket: Docket, sides: Sides):
         self.docket, self.sides = docket, sides
-        self.numbers = Numbers(docket, sides)
+        self.numbers = NumberChecks(docket, sides)
         self._aliases: list[Any] = []  # what the original's results share memory with
 
     def round(

@@ -27,7 +27,7 @@ LOW = {"autocast": torch.bfloat16}  # ways of use in which a program may round s
 METADATA = frozenset({"M1", "M2", "M3"})
 
 
-class Numbers:
+class NumberChecks:
     """Compares what calls gave, and remembers what the original's own errors are.
 
     Attributes:
