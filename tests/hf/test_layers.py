@@ -142,6 +142,7 @@ def test_training(name):
     assert "fuse chunked scan" in applied
 
 
+@pytest.mark.exhaustive  # gradients of contractions are contractions: see passes/test_recover_contractions.py
 def test_training_by_contractions(monkeypatch):
     monkeypatch.setattr(pipeline, "PASSES", [one for one in pipeline.PASSES if one.name != "fuse chunked scans"])
     report = trained(LAYERS["granite"]()[0])
@@ -168,12 +169,12 @@ def test_cache_decoding_and_mask(name):
     agree(got, expected)
 
 
-@few("dynamic", [None, True], [None])
-def test_dynamic_length(dynamic):
+@few(("dynamic", "verify"), [(None, "off"), (None, "quick"), (True, "quick")], [(None, "off")])
+def test_dynamic_length(dynamic, verify):
     """Symbols for tokens alone, or for all sizes, of which the proofs take three times as long."""
     layer, _ = granite()
     layer.eval()
-    compiled = refold.compile(layer, dynamic=dynamic, **OPTIONS)
+    compiled = refold.compile(layer, dynamic=dynamic, verify=verify, **OPTIONS)
     with torch.no_grad():
         for length in (80, 33):
             x = torch.randn(2, length, 48)

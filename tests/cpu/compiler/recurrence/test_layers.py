@@ -49,6 +49,7 @@ def test_language_models_train(rewritten, name):
     assert outcome.worst() < 1e-4
 
 
+@pytest.mark.exhaustive  # test_language_models_never_write_their_states compares the graph that this makes code of
 @pytest.mark.codegen
 def test_language_model_end_to_end():
     model, inputs = language_model("fused_mamba")
