@@ -125,6 +125,7 @@ class Process:
         pid: Its number.
         folder: The only folder that it may write to.
         shared: The memory in which inputs lie.
+        channel: By which it is told what to do.
         family: The process and, where it has namespaces of its own, the one that waits for it.
         active: What confines it.
         unseen: What its part of refold cannot see with this PyTorch.
@@ -137,7 +138,7 @@ class Process:
         guard: socket.socket,
     ):  # fmt: skip
         self._home, self._text, self._name = home, text, name
-        self.folder, self.shared, self._channel, self._guard = folder, shared, Channel(channel), guard
+        self.folder, self.shared, self.channel, self._guard = folder, shared, Channel(channel), guard
         self.pid, self.family = 0, set[int]()
         self.active: list[str] = []
         self.unseen: list[str] = []
@@ -148,15 +149,11 @@ class Process:
         self._resting: dict[str, tuple[int, int]] = {}  # how long each thread had run when all slept after a call
         self._state: dict[str, Description] = {}
 
-    def end_by(self, until: float) -> None:
-        """Say when the trial must have ended, by the clock of `time.perf_counter`."""
-        self._channel.until = until
-
     def greet(self) -> None:
         """Wait until the process is there, and learn what confines it; it has loaded no program yet."""
-        self.pid = self._channel.answer(_COMMAND_S, int)
+        self.pid = self.channel.answer(_COMMAND_S, int)
         self.family = {self.pid, *kernel.parents(self.pid)}
-        hello = self._channel.answer(_COMMAND_S, messages.Confined)
+        hello = self.channel.answer(_COMMAND_S, messages.Confined)
         self.active, self.unseen = hello.active, hello.off
 
     # Commands.
@@ -201,8 +198,8 @@ class Process:
         resting, self._resting = self._resting, {}
         # What runs between a call and the next command would slow others down.
         self._forbid("S6", resting and self.activity() != resting, "it used the processor between calls")
-        self._channel.send(pickle.dumps((command, messages.plain(values))))
-        return self._channel.answer(timeout, kind)
+        self.channel.send(pickle.dumps((command, messages.plain(values))))
+        return self.channel.answer(timeout, kind)
 
     def _forbid(self, check: str, seen: object, said: str) -> None:
         if seen and check not in self.lenient:
@@ -230,8 +227,8 @@ class Process:
         forks, threads = kernel.forks(), kernel.threads(self.pid)
         before, queued = self.processor_time(), self.queue_time()
         start = time.perf_counter()
-        self._channel.send(b"")
-        frame = self._channel.frame(timeout)
+        self.channel.send(b"")
+        frame = self.channel.frame(timeout)
         while "U4" in self.lenient and kernel.threads(self.pid) - threads:
             time.sleep(1e-3)
         # What runs on after the answer is stopped before the clock is.
@@ -430,7 +427,7 @@ class Process:
         """End the process and all that it started."""
         for pid in [self.pid, *kernel.descendants(self.pid)] if self.pid else ():
             kernel.kill(pid)
-        self._channel.close()
+        self.channel.close()
         self._guard.close()
 
     @contextlib.contextmanager

@@ -219,7 +219,7 @@ class Sides:
         name = "candidate.py" if program is self.candidate else "original.py"
         room = room or self.suspect.shared.room
         with (nursery or self.nursery).program(program.text, name, room=room, beside=beside) as process:
-            process.end_by(self.docket.until)
+            process.channel.until = self.docket.until
             if program is self.candidate:
                 process.lenient = self.docket.off
             yield process

@@ -1,4 +1,4 @@
-"""The ways in which users call a program, other than the plain one, as the process of a trial carries them out.
+"""The ways in which users call a program and give it weights, as the process of a trial carries them out.
 
 Each changes the call in one respect; `messages.USES` has their names. That process loads this file by its path.
 """
@@ -6,7 +6,9 @@ Each changes the call in one respect; `messages.USES` has their names. That proc
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -160,3 +162,54 @@ def _derivatives(use: str, program: Any, build: Build, leaves: list[torch.Tensor
         return torch.func.jvp(function, some, along(some))
     results, back, *_ = torch.func.vjp(function, *some)
     return results, back(along([results])[0] if isinstance(results, torch.Tensor) else along(results))
+
+
+def adopt(way: str, module: Any, values: dict[str, torch.Tensor], given: dict[str, torch.Tensor], device: str) -> Any:
+    """Give a module parameters and buffers in one of `messages.WAYS`, and return what is called then.
+
+    ``given`` gets those that are put in the place of its own in each call.
+    """
+    own = module.state_dict(keep_vars=True)
+    if way in ("loaded", "assigned"):
+        if way == "assigned":
+            values = {name: value.clone().to(device) for name, value in values.items()}
+        module.load_state_dict(values, strict=False, assign=way == "assigned")
+        first: dict[int, str] = {}
+        for name in own if way == "assigned" else ():  # two names of one parameter are tied again
+            if (other := first.setdefault(id(own[name]), name)) != name:
+                _put(module, name, module.state_dict(keep_vars=True)[other])
+        return module
+    called = module
+    with torch.no_grad():
+        if way == "moved":
+            own_state = torch.nn.Module.parameters(module), torch.nn.Module.buffers(module)  # names may be in use
+            for t in {id(t): t for some in own_state for t in some}.values():
+                t.data = t.data.clone()
+        states = [own]
+        if way == "copied first":  # the copy may rely on the module, so both get the values
+            called = copy.deepcopy(module)
+            states.append(called.state_dict(keep_vars=True))
+        others: dict[int, torch.Tensor] = {}  # two names of one parameter stay so
+        for name, value in values.items():
+            if way in ("in place", "moved", "copied", "copied first", "pickled"):
+                for state in states:
+                    state[name].data.copy_(value)  # no version counter counts it; trainers of large models do so
+                continue
+            fresh = torch.empty_like(own[name].data).copy_(value)
+            if way == "data":
+                own[name].data = fresh
+            elif way == "called":
+                given[name] = others.setdefault(id(own[name]), fresh).requires_grad_(own[name].requires_grad)
+            else:
+                if isinstance(own[name], torch.nn.Parameter):
+                    fresh = torch.nn.Parameter(fresh, own[name].requires_grad)
+                _put(module, name, others.setdefault(id(own[name]), fresh))
+    if way == "copied":
+        return copy.deepcopy(module)
+    return pickle.loads(pickle.dumps(module)) if way == "pickled" else called
+
+
+def _put(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Give a module another parameter or buffer of this name."""
+    *path, last = name.split(".")
+    setattr(module.get_submodule(".".join(path)), last, value)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import copy
 import ctypes
 import dataclasses
 import importlib
@@ -406,48 +405,8 @@ class Stub:
         """Take over parameters and buffers in one of the ways in which users do."""
         values = {name: self._tensor(messages.Place(**place)) for name, place in places.items()}
         self._program, self._given = self._own, self._given if way == "called" else {}
-        module = self._module
-        if module is None:
-            return
-        own = module.state_dict(keep_vars=True)
-        if way in ("loaded", "assigned"):
-            if way == "assigned":
-                values = {name: value.clone().to(self._device) for name, value in values.items()}
-            module.load_state_dict(values, strict=False, assign=way == "assigned")
-            first: dict[int, str] = {}
-            for name in own if way == "assigned" else ():  # two names of one parameter are tied again
-                if (other := first.setdefault(id(own[name]), name)) != name:
-                    _put(module, name, module.state_dict(keep_vars=True)[other])
-            return
-        with torch.no_grad():
-            if way == "moved":
-                own_state = torch.nn.Module.parameters(module), torch.nn.Module.buffers(module)  # names may be in use
-                for t in {id(t): t for some in own_state for t in some}.values():
-                    t.data = t.data.clone()
-            states = [own]
-            if way == "copied first":  # the copy may rely on the module, so both get the values
-                self._program = copy.deepcopy(self._own)
-                states.append(self._program.state_dict(keep_vars=True))
-            others: dict[int, torch.Tensor] = {}  # two names of one parameter stay so
-            for name, value in values.items():
-                if way in ("in place", "moved", "copied", "copied first", "pickled"):
-                    for state in states:
-                        state[name].data.copy_(value)  # no version counter counts it; trainers of large models do so
-                    continue
-                fresh = torch.empty_like(own[name].data).copy_(value)
-                if way == "data":
-                    own[name].data = fresh
-                elif way == "called":
-                    fresh = others.setdefault(id(own[name]), fresh)
-                    self._given[name] = fresh.requires_grad_(own[name].requires_grad)
-                else:
-                    if isinstance(own[name], torch.nn.Parameter):
-                        fresh = torch.nn.Parameter(fresh, own[name].requires_grad)
-                    _put(module, name, others.setdefault(id(own[name]), fresh))
-        if way == "copied":
-            self._program = copy.deepcopy(self._own)
-        if way == "pickled":
-            self._program = pickle.loads(pickle.dumps(self._own))
+        if self._module is not None:
+            self._program = uses.adopt(way, self._module, values, self._given, self._device)
 
     def do_order(self, names: list[str]) -> None:
         """Give gradients of parameters in this order; others follow as they are defined."""
@@ -675,12 +634,6 @@ def _names(function: Any) -> list[str]:
 
 def _is_of(saved: Any, t: torch.Tensor) -> bool:
     return isinstance(saved, torch.Tensor) and saved.shape == t.shape and saved.data_ptr() == t.data_ptr()
-
-
-def _put(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Give a module another parameter or buffer of this name."""
-    *path, last = name.split(".")
-    setattr(module.get_submodule(".".join(path)), last, value)
 
 
 def _failure(error: BaseException, file: str) -> Any:
