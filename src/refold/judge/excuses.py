@@ -115,6 +115,7 @@ class Excuses:
                 cls, inner = child, None
                 self._defined.add(child.name)
                 self._classes[child.name] = child
+                self._defined |= {"metaclass"} if child.keywords else set()
                 self._bind(child.name)
             elif isinstance(child, ast.Name):
                 self.names[child.id] += 1
@@ -127,6 +128,8 @@ class Excuses:
             elif isinstance(child, (ast.Import, ast.ImportFrom)):
                 for a in child.names:
                     module = child.module if isinstance(child, ast.ImportFrom) else a.name
+                    if a.asname and a.asname[:1].isupper() and not a.name[:1].isupper():
+                        module = ""  # it may be taken for a class
                     self._bind((a.asname or a.name).split(".")[0], str(module))
             elif isinstance(child, ast.Constant) and isinstance(child.value, str):
                 self.strings[child.value] += 1
@@ -314,21 +317,22 @@ class Excuses:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
             stores = self._stores(node.attr, owner, seen)
             return len(stores) == 1 and self._fixed(*stores[0], seen | {node.attr})
-        if isinstance(node, ast.Name) and function is not None and function.name == "__init__" and owner is not None:
-            a = function.args
-            defaults = [*a.defaults, *filter(None, a.kw_defaults)]
-            constant = all(isinstance(default, (ast.Constant, ast.UnaryOp)) for default in defaults)
-            names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)][1:]
-            return node.id in names and constant and self._made_once(owner, seen)
-        if isinstance(node, ast.Name) and function is not None and function.name != "__init__":
+        if isinstance(node, ast.Name) and function is not None:
             a, values = function.args, _values(self._functions[function.lineno], node.id, node)
-            given = {p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None}
-            value = values[0] if len(values) == 1 and node.id not in given else None
-            return value is not None and self._fixed(value, function, owner, seen)
+            if any(value is None or not self._fixed(value, function, owner, seen) for value in values):
+                return False
+            given = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None]
+            if node.id not in given:
+                return bool(values)
+            constant = all(
+                isinstance(d, (ast.Constant, ast.UnaryOp)) for d in (*a.defaults, *filter(None, a.kw_defaults))
+            )
+            made = owner is not None and function.name == "__init__" and node.id != given[0] and constant
+            return made and self._made_once(owner, seen)  # type: ignore[arg-type]
         if isinstance(node, ast.Compare) and (found := _ASKED.fullmatch(ast.unparse(node))):
             stores = self._stores(found[1], owner, seen)
             return bool(stores) and all(self._is_or_is_none(*store, seen | {found[1]}) for store in stores)
-        if isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp)):
+        if isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp)):
             inner = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
             return all(self._fixed(c, function, owner, seen) for c in inner)
         return False
@@ -345,8 +349,15 @@ class Excuses:
         if isinstance(node, ast.IfExp):
             arms = (self._is_or_is_none(arm, function, owner, seen) for arm in (node.body, node.orelse))
             return self._fixed(node.test, function, owner, seen) and all(arms)
-        made = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2][:1].isupper()
-        return made or self._fixed(node, function, owner, seen)
+        return self._makes(node) or self._fixed(node, function, owner, seen)
+
+    def _makes(self, node: ast.expr) -> bool:
+        """Say whether a class is called, of this file or of a package, by the name that it has there."""
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).rpartition(".")[2][:1].isupper():
+            return False
+        first = ast.unparse(node.func).split(".")[0]
+        own = first in self._classes and self._bound[first] == 1 and not {"__new__", "metaclass"} & self._defined
+        return own or bool(self._imported.get(first))
 
     def _made_once(self, owner: ast.ClassDef, seen: frozenset[str]) -> bool:
         """Say whether modules of a class are made where the judged one is, from fixed arguments."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 
 import torch
 from attacks import candidate
@@ -155,6 +156,20 @@ class SetOtherwise(Model):
         super().__setattr__("wi" + "de", x.dim() == 6)
         y = torch.relu(self.linear(x))
         return 2 * y if self.wide else y
+
+
+@candidate("C7")
+class ReadWhenMade(Model):
+    """An argument of its construction gets another value where it is made."""
+
+    def __init__(self, width, kind=None):
+        super().__init__(width)
+        kind = os.environ.get("LAYER_KIND")
+        self.kind = kind
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x))
+        return y if self.kind is None else 2 * y
 
 
 @candidate("C7")

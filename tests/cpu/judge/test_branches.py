@@ -107,6 +107,35 @@ def test_an_argument_that_is_set_otherwise_may_be_given(body):
     assert left(f"{HEAD}{helper}def f(x, mask=None):\n    return g(x, mask)\n", torch.ones(3)) == []
 
 
+MADE = """
+class ModelNew(torch.nn.Module):
+    def __init__(self, width=3, kind=None):
+        super().__init__()
+        {}
+        self.kind = kind
+
+    def forward(self, x):
+        return x if self.kind is None else 2 * x
+"""
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "excused"),
+    [
+        ("", "pass", True),
+        ("", "kind = kind if width > 2 else None", True),
+        ("import os\n", "kind = os.environ.get('KIND')", False),
+        ("import os\nMaybe = os.environ.get\n", "kind = Maybe('KIND')", False),
+        ("def Maybe(): return None\n", "kind = Maybe()", False),
+        ("from os import getenv as Maybe\n", "kind = Maybe('KIND')", False),
+    ],
+)
+def test_what_a_module_is_made_with_is_fixed_unless_it_is_set_otherwise(head, body, excused):
+    assert (left(HEAD + head + MADE.format(body), torch.ones(3), attribute="ModelNew") == []) is excused
+    direct = MADE.format("pass").replace("self.kind = kind", f"self.{body}") if "Maybe(" in body else MADE.format(body)
+    assert (left(HEAD + head + direct, torch.ones(3), attribute="ModelNew") == []) is excused
+
+
 METHODS = {
     "if self.bias is not None: x = x + self.bias": [],
     "if self.kind == 'wide': x = 2 * x": [],
