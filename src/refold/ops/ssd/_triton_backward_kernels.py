@@ -483,18 +483,19 @@ def _queries(
                     through += tl.sum(H_part.to(tl.float32) * K_part.to(tl.float32), axis=1)
                 reads += tl.sum(y * dy_tile, axis=1)
         if LEAD:
-            if EXACT:
+            if EXACT or PARTS == 2:  # LLVM takes long for products of three parts with a matrix that it knows
                 crossing = tl.cumsum(tl.where(causal, pairs * cb, 0.0), axis=1)
                 crossing = tl.sum(tl.where(offs_i[:, None] > offs_t[None, :], crossing, 0.0), axis=0)  # of k - 1
                 late = _at(crossing, offs_t - 1, offs_t)
                 late += tl.sum(tl.where(causal, (reads * from_start)[:, None], 0.0), axis=0)
+            else:
+                crossing = dot((pairs * cb).to(x_ptr.dtype.element_ty), before, None, PRECISION)  # (i, k)
+                late = tl.sum(tl.where(causal, crossing + (reads * from_start)[:, None], 0.0), axis=0)
+            if EXACT:
                 others = (offs_t * 0 + first_row) > 0
                 late += tl.load(late_ptr + row * CHUNK + offs_t, mask=others, other=0.0)
                 if through_ptr is not None:  # which the other kernel leaves apart
                     tl.store(through_ptr + row * 16 + tl.arange(0, 16), tl.zeros((16,), tl.float32))
-            else:
-                crossing = dot((pairs * cb).to(x_ptr.dtype.element_ty), before, None, PRECISION)  # (i, k)
-                late = tl.sum(tl.where(causal, crossing + (reads * from_start)[:, None], 0.0), axis=0)
             if first_row == 0:
                 late += tl.sum(through, axis=0) * whole
             tl.store(late_ptr + row * CHUNK + offs_t, late)
