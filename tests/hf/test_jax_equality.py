@@ -12,21 +12,12 @@ from refold.generate.jax import NO_TOKEN, Generator
 from refold.models.checkpoint import load_checkpoint
 from refold.models.configs import MambaConfig
 from refold.models.jax import model_for, to_device
-from support.checkpoints import NAMES, VOCAB, prompt, saved
+from support.checkpoints import NAMES, VOCAB, prompt, rounding_bound, saved
 from support.products import few
 
 pytestmark = pytest.mark.rows(6)
 
 STEPS = 64
-
-
-def rounding_bound(reference: np.ndarray, exact: np.ndarray) -> float:
-    """Allow eight times what the reference itself loses against its run in float64, and a few roundings.
-
-    (transformers' scans compute in float32 even then, so this is the part of its error that can be known.)
-    """
-    own = np.abs(reference - exact).max()
-    return 8 * own + 16 * np.finfo(np.float32).eps * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,6 +49,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     Returns:
         A mapping from backend to None (yes) or the reason; printing it shows a table.
 
+    Raises:
+        ArgumentError: There is no such operator, or the operator could not be called so.
+
     Example:
         >>> import numpy as np, refold
         >>> x = np.ones((1, 8, 4))
@@ -58,7 +61,10 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     import inspect
 
     spec = load(op)
-    bound = inspect.signature(spec.public).bind(*args, **kwargs)
+    try:
+        bound = inspect.signature(spec.public).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentError(f"explain: {error}. Pass what you would pass to {op}") from None
     bound.apply_defaults()
     arrays = [bound.arguments[arg.name] for arg in spec.args]
     options = spec.plain_options([bound.arguments[option.name] for option in spec.options])

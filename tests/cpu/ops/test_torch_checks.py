@@ -59,6 +59,8 @@ def test_named_backend_runs_or_raises() -> None:
     if explanation["triton"] is not None:
         with pytest.raises(BackendUnsupported, match="triton: "):
             ops.ssd(**arrays(), backend="triton")
+    with pytest.raises(ArgumentError, match="explain: missing a required argument: 'x'"):
+        ops.explain("ssd")
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
