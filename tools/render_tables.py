@@ -555,7 +555,7 @@ def engines() -> str:
 
 
 def scale(gpu: str) -> Callable[[], str]:
-    """Return what makes the table of sequences that GPUs share: a line per operator, pass and tokens of a rank."""
+    """Return the function that draws the table of sequences that GPUs share: a line per pass and tokens of a rank."""
 
     def draw() -> str:
         rows = scale_model.rows(RESULTS, gpu)

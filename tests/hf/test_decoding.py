@@ -111,7 +111,7 @@ def compare(model, ids, expected, exact):
 
 
 def ordinary(model, ids, monkeypatch):
-    """Return what `decode` gives where no kernel runs, and the same in float64."""
+    """Return the results of `decode` where no kernel runs, and the same in float64."""
     with monkeypatch.context() as patch:
         use(patch, None)
         return decode(model, ids), decode(copy.deepcopy(model).double().cpu(), ids.cpu())

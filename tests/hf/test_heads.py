@@ -62,7 +62,7 @@ def on_one_device(model):
 
 
 def compare(model, mesh):
-    """Return what differs from one device; a model that holds its gradients is cut to see those of this rank."""
+    """Return the differences from one device; a model that holds its gradients is cut to see those of this rank."""
     many = model.double().train()
     wanted = copy.deepcopy(many)
     y, found, tokens = once(mesh, lambda: on_one_device(copy.deepcopy(many)))

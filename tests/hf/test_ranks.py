@@ -68,7 +68,7 @@ def gradients(model, batch, targets, count):
 
 
 def compare(model, batch, group, lengths, layout="contiguous", local=(), checkpointing=None):
-    """Return what differs from one device; ``local`` names the arguments with an entry per token."""
+    """Return the differences from one device; ``local`` names the arguments with an entry per token."""
     model = model.double().train()
     one, many = copy.deepcopy(model), copy.deepcopy(model)
     refold.accelerate(one)
@@ -175,7 +175,7 @@ def wrapped(group):
 
 
 def refused(group):
-    """Yield what calls say that a model cannot take over ranks; ``rank 1`` makes them, or all do."""
+    """Yield the errors of calls that a model cannot take over ranks; ``rank 1`` makes them, or all do."""
     model, rank, own = make("granitemoehybrid"), group.rank(), ids(2)
     refold.accelerate(model, group=group)
     mask, two = torch.ones_like(own), POSITIONS.expand(2, -1)

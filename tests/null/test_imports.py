@@ -82,7 +82,7 @@ def _statements(source):
 
 
 def _imports(path, root):
-    """Yield what a file imports of the package, as paths of names: ("compiler", "ir", "fx", "value")."""
+    """Yield the names that a file imports of the package, as paths of names: ("compiler", "ir", "fx", "value")."""
     package = ["refold", *path.relative_to(root).parts[:-1]]
     for level, module, names in _statements(path.read_text()):
         base = [*(package[: len(package) - level + 1] if level else []), *filter(None, module.split("."))]

@@ -4,7 +4,8 @@ import ast
 from collections import Counter
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "refold"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "refold"
 # The same thing for two frameworks, or for two operators.
 TWINS = {"Generator", "Conversation", "Bad"}
 
@@ -18,9 +19,10 @@ def test_a_public_class_has_a_name_of_its_own():
 def test_a_docstring_says_what_is_done():
     """Each begins with the verb of what is done; "Return what ..." is a riddle."""
     riddles = [
-        f"{path.relative_to(SOURCE)}: {x.name}"
-        for path in SOURCE.rglob("*.py")
+        f"{path.relative_to(ROOT)}: {x.name}"
+        for folder in ("src", "tests", "tools", "examples")
+        for path in (ROOT / folder).rglob("*.py")
         for x in ast.walk(ast.parse(path.read_text()))
-        if isinstance(x, ast.FunctionDef) and (ast.get_docstring(x) or "").startswith("Return what")
+        if isinstance(x, ast.FunctionDef) and (ast.get_docstring(x) or "").startswith(("Return what", "Yield what"))
     ]
     assert riddles == []

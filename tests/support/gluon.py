@@ -316,7 +316,7 @@ class Crew:
         inside.copy_(tile.data[where])
 
     def module(self) -> dict[str, Any]:
-        """Return what kernels import for Hopper."""
+        """Return the names that kernels import for Hopper."""
         barriers = SimpleNamespace(
             init=self.init, arrive=self.arrive, wait=self.wait, MBarrierLayout=_layout,
             expect=lambda bar, size: self.arrive(bar, 1, size=size),

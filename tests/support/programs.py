@@ -221,7 +221,7 @@ def _differs(before: GraphModule, after: GraphModule, values: Tensors, clean: li
 
 
 def _moved(gm: GraphModule, values: Tensors) -> list[Tensors]:
-    """Return what a graph gives when all that it computes is moved by up to one rounding."""
+    """Return the results of a graph when all that it computes is moved by up to one rounding."""
     with torch.no_grad():
         return [torch.utils._pytree.tree_leaves(_Rounding(gm, seed).run(*values)) for seed in range(3)]
 

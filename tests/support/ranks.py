@@ -36,7 +36,7 @@ def once(group, compute):
 
 
 def on_ranks(size, work, folder, timeout=60):
-    """Return what ``work(rank, size)`` returns in each of ``size`` processes that lived on, by rank."""
+    """Return the result of ``work(rank, size)`` in each of ``size`` processes that lived on, by rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -35,7 +35,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def record(step, pool):
-    """Return what a step returns, in memory that stays, and a function that fills it again."""
+    """Return the results of a step, in memory that stays, and a function that fills it again."""
     mode = _Recorder()
     try:
         with mode:

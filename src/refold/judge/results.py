@@ -107,7 +107,7 @@ def outline(tree: Any) -> str:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Yield what is in a structure, in order."""
+    """Yield the leaves of a structure, in order."""
     for item in tree.get("items", ()):
         yield from leaves(item[1] if "dict" in tree else item)
     if "items" not in tree:

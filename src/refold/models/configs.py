@@ -221,7 +221,7 @@ def config_of(raw: dict[str, Any], directory: Path) -> Config:
 
 
 def _impossible(config: Config) -> Iterator[str]:
-    """Yield what no model can have: settings that are possible alone, but not together."""
+    """Yield the settings that no model can have together, although each is possible alone."""
     if config.nlayers > MOST_LAYERS:
         yield f"{config.nlayers} layers are more than any model has"
     mixer = None if isinstance(config, MambaConfig) else config.mixer

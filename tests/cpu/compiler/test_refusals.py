@@ -452,7 +452,7 @@ TRAINED = {"decay-sign", "detached", "hook", "no-gradient"}
 
 
 def told(fn, *calls, mode="inference", dynamic=None):
-    """Return what a report says of a function's loops, called with some inputs each; nothing is compiled."""
+    """Return the notes of a report on a function's loops, called with some inputs each; nothing is compiled."""
     entry = Described(mode)
 
     @captures_loops

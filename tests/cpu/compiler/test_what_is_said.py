@@ -36,7 +36,7 @@ def layers(x, *weights):
 
 
 def passes_say(fn, *inputs):
-    """Return what the passes make of a function's ATen graph, and say of it."""
+    """Return the graph that the passes make of a function's ATen graph, and their notes."""
     found, notes = [], []
 
     def backend(gm, inputs):

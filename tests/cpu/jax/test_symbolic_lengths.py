@@ -61,7 +61,7 @@ def values_and_gradients(name, options, arrays):
 
 
 def symbols(one):
-    """Return what is exported for: symbols for rows, tokens and sequences."""
+    """Return the sizes of an export: symbols for rows, tokens and sequences."""
     b, t, k = export.symbolic_shape("b, t, k")
     if one.case.lengths:
         b = 1

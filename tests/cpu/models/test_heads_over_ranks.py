@@ -49,7 +49,7 @@ def trained(config, params, ids, at, cut=None):
 
 
 def differences(config, group, time=None):
-    """Return what a rank has otherwise than one device; ``time`` cuts the tokens over other ranks."""
+    """Return the differences of a rank from one device; ``time`` cuts the tokens over other ranks."""
     params = to_device(random_params(config))
     single, params = take_layers_apart(params), take_layers_apart(tree_map(torch.Tensor.double, params))
     own_config, own = shard_heads(config, params, group)

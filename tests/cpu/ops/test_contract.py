@@ -21,7 +21,7 @@ SLOW = ("jax", "triton")
 
 
 def facts(spec: OpSpec, case: Example, backend: str) -> Iterator[tuple[Any, ...]]:
-    """Yield what can be different about a case. Arrays of JAX have no strides."""
+    """Yield the ways in which a case can be different. Arrays of JAX have no strides."""
     yield from (("given", arg.name, arg.name in case.given) for arg in spec.args if arg.optional)
     yield from (("option", option.name, str(case.options.get(option.name, option.default))) for option in spec.options)
     yield from (("layout", *changed) for changed in case.layout.items())

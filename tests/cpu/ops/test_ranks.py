@@ -44,13 +44,13 @@ def cut_to(total, parts):
 
 
 def tokens_of(whole, rank, lengths, layout):
-    """Return what a rank holds of an array of tokens."""
+    """Return the tokens of an array that a rank holds."""
     own = [p for p in pieces(lengths, layout) if p.rank == rank]
     return torch.cat([whole[:, p.begin : p.end] for p in sorted(own, key=lambda p: p.at)], 1)
 
 
 def sharding(group):
-    """Yield what ranks hold of a batch, less what they should hold."""
+    """Yield the differences between the tokens that ranks hold of a batch and those that they should."""
     x, cu = torch.arange(22).reshape(1, 11, 2), torch.tensor([0, 4, 11])
     for layout in LAYOUTS:
         own, cut = shard({"x": x, "cu_seqlens": cu}, group, layout=layout)
@@ -302,7 +302,7 @@ def small(rank):
 
 
 def errors(group):
-    """Yield what a call says that one rank makes otherwise."""
+    """Yield the error of a call that one rank makes otherwise."""
     rank = group.rank()
     good = small(rank)
     changed = [

@@ -30,7 +30,7 @@ CUTS = {
 
 @pytest.fixture
 def cut_by(monkeypatch):
-    """Return what cuts heads and tiles in one of these ways."""
+    """Return the configuration that cuts heads and tiles in one of these ways."""
 
     def cut_by(cut):
         monkeypatch.setitem(BACKWARD.dtypes, "float32", BACKWARD.dtypes["float32"] | CUTS[cut])

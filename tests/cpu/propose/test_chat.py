@@ -166,7 +166,7 @@ def test_only_blocks_with_a_replacement_are_proposals():
 
 
 def _raw(*chunks):
-    """Return what answers with bytes as they are."""
+    """Return a handler that answers with bytes as they are."""
 
     def say(handler):
         for chunk in chunks:
@@ -253,7 +253,7 @@ def test_a_key_that_is_echoed_or_malformed_is_in_no_answer_and_no_error(server, 
 
 
 def _drip(chunk, seconds=0.02, before=b""):
-    """Return what sends a chunk again and again, without an end, until nobody listens."""
+    """Return a handler that sends a chunk again and again, without an end, until nobody listens."""
 
     def say(handler):
         with contextlib.suppress(OSError):

@@ -316,7 +316,7 @@ def test_overlapping_windows_and_parts_of_a_split():
 
 
 def refusal(fn, *inputs):
-    """Return what the report says of the one loop that stays."""
+    """Return the note of the report on the one loop that stays."""
     with torch.no_grad():
         (note,) = [str(note) for note in refold.explain(fn, *inputs).graphs[0].notes if "is not rewritten" in str(note)]
     return note

@@ -214,7 +214,7 @@ TRAIN = ["torch._inductor.compile_fx:compile_fx", "torch._functorch.compile_util
 
 @functools.cache
 def some(share):
-    """Return what all checks print, by one process that forks; `door` is last: it imports what others must not."""
+    """Return the output of all checks, by one process that forks; `door` is last: it imports what others must not."""
     names = {"entry": each(sorted(NEEDED)[::share]), "train": each(TRAIN), "schemas": [["torch._guards:tracing"]]}
     names |= {"private": each(sorted(OPTIONAL)[::share]), "explain": [OPTIONAL]}
     names |= {"operators": each(sorted(OPERATORS)[::share])}

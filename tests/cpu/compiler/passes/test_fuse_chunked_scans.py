@@ -84,7 +84,7 @@ def test_padding_of_some_is_kept(rewritten):
 
 
 def arguments(outcome):
-    """Return what becomes of the inputs on the way to the operator: which of them each argument reads."""
+    """Return the inputs that each argument of the operator reads."""
     (scan,) = outcome.rewrites[0].candidate.graph.find_nodes(op="call_function", target=torch.ops.refold.ssd.default)
 
     def behind(node):
