@@ -124,7 +124,7 @@ def _several(path: Path, text: str) -> Iterator[Entry]:
 
 
 def _decorated(text: str) -> Iterator[tuple[ast.FunctionDef | ast.ClassDef, ast.Call, str, str]]:
-    """Yield the candidates of a file: the decorator, the source as a ``forward`` or class, and the imports that it reads."""
+    """Yield the candidates of a file: decorator, source as a ``forward`` or class, and the imports that it reads."""
     lines, tree = text.splitlines(keepends=True), ast.parse(text).body
     imports = [node for node in tree if isinstance(node, (ast.Import, ast.ImportFrom))]
     for node in tree:
