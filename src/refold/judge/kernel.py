@@ -10,6 +10,7 @@ import platform
 import re
 import signal
 import struct
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -137,6 +138,9 @@ def data_bytes(status: str) -> int:
 def activity(pid: int, wanted: str = "") -> dict[str, tuple[int, int]]:
     """Return run time and number of turns of each thread; nothing if one is in none of the wanted states.
 
+    A thread is in a state before it has left its processor; the host of a virtual machine can stretch that moment to
+    milliseconds, and run time is added at its end. So a thread in a wanted state must also have left its processor.
+
     Raises:
         OSError: The process has ended.
     """
@@ -145,9 +149,25 @@ def activity(pid: int, wanted: str = "") -> dict[str, tuple[int, int]]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
             if wanted and stat(f"{pid}/task/{thread}")[0] not in wanted:
                 return {}
-            ran, _, turns = read(f"{pid}/task/{thread}/schedstat").split()
-            found[thread] = (int(ran), int(turns))
+            left, ran, turns = _turns(f"{pid}/task/{thread}")
+            if wanted and _counts_turns() and left != turns:
+                return {}
+            found[thread] = (ran, turns)
     return found
+
+
+def _turns(thread: str) -> tuple[int, int, int]:
+    """Return how often a thread has left a processor, its run time, and how often it was given one, in this order."""
+    switches = [line.split()[1] for line in read(f"{thread}/status").splitlines() if "voluntary_ctxt_switches:" in line]
+    ran, _, turns = read(f"{thread}/schedstat").split()
+    return sum(map(int, switches[-2:])), int(ran), int(turns)  # before them stands its name, which it can choose
+
+
+@functools.cache
+def _counts_turns() -> bool:
+    """Tell whether this kernel counts each turn of a thread, as seen by the thread that asks, which has a turn now."""
+    looks = (_turns(f"self/task/{threading.get_native_id()}") for _ in range(100))
+    return any(turns == left + 1 for left, _, turns in looks)  # unless it changes between two files
 
 
 def wakes(pid: int) -> str:

@@ -450,5 +450,5 @@ class Process:
     def _await_stop(self) -> None:
         """Wait until every thread has seen the signal to stop: one that runs on another core does not do so at once."""
         until = time.perf_counter() + _STOP_S
-        while time.perf_counter() < until and not all(state in kernel.STOPPED for state in kernel.states(self.pid)):
+        while time.perf_counter() < until and not self.activity(kernel.STOPPED):
             time.sleep(5e-5)

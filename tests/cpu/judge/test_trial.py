@@ -420,6 +420,14 @@ def test_a_thread_that_ends_while_it_is_looked_at(monkeypatch):
         thread.join()
 
 
+def test_a_thread_is_asleep_when_it_has_left_its_processor(monkeypatch):
+    """The thread that looks here is in a wanted state, and still has its processor."""
+    assert kernel._counts_turns()
+    assert not kernel.activity(os.getpid(), kernel.ASLEEP + "R")
+    monkeypatch.setattr(kernel, "_counts_turns", lambda: False)
+    assert kernel.activity(os.getpid(), kernel.ASLEEP + "R")
+
+
 def test_roundings_of_equal_terms_may_add_up():
     """One term after the other is a right order of summation, and all its roundings have one sign there."""
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).expand(512, 64)
