@@ -448,7 +448,10 @@ def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
         (["run", "cpu", "--set", "sizes=1,-2"], "sizes is '-2'. Give 1 to 2147483647"),
         (["run", "cpu", "--set", "stops=-1"], "stops is '-1'. Give 0 to"),
         (["run", "cpu", "--set", "fails=true", "--out", "/dev/null/rows"], "/dev/null/rows cannot be written"),
-        (["plot", "length", "--results", str(RESULTS), "--out", "/dev/null/x"], "--out /dev/null/x cannot be written"),
+        (
+            ["plot", "operators", "--results", str(RESULTS), "--out", "/dev/null/x"],
+            "--out /dev/null/x cannot be written",
+        ),
         (["compare", "no-such.jsonl", "no-such.jsonl"], "no-such.jsonl cannot be read"),
     ],
 )
