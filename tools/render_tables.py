@@ -555,7 +555,7 @@ def engines() -> str:
 
 
 def scale(gpu: str) -> Callable[[], str]:
-    """Return the function that draws the table of sequences that GPUs share: a line per pass and tokens of a rank."""
+    """Make a renderer of the table of sequences that GPUs share: a line per pass and tokens of a rank."""
 
     def draw() -> str:
         rows = scale_model.rows(RESULTS, gpu)
@@ -596,8 +596,8 @@ def scale_fit() -> str:
         wrong = {True: 0.0, False: 0.0}
         for each in calls:
             if each.alone is not None:
-                long = each.tokens >= scale_model.LONG["layers" in each.row]
-                wrong[long] = max(wrong[long], abs(fitted.seconds(each.alone, each.ranks) / each.seconds - 1))
+                off = abs(fitted.seconds(each.alone, each.ranks) / each.seconds - 1)
+                wrong[each.long] = max(wrong[each.long], off)
         lines.append({**calls[0].row, "fit": fitted, "long": wrong[True], "short": wrong[False]})
 
     def part(name: str, unit: float, text: str) -> Callable[[Row], str]:

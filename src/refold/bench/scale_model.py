@@ -43,6 +43,11 @@ class SharedCall(NamedTuple):
     row: Row
 
     @property
+    def long(self) -> bool:
+        """Whether a rank has so many tokens that the GPU tells how long the call takes."""
+        return self.tokens >= LONG["layers" in self.row]
+
+    @property
     def weak(self) -> float | None:
         """Weak-scaling efficiency: 1 if a longer sequence on more ranks takes no more time."""
         return None if self.alone is None else self.alone / self.seconds
@@ -93,10 +98,10 @@ def shared(rows: Sequence[Row], way: str = "") -> list[SharedCall]:
 def fit(calls: Sequence[SharedCall]) -> Fit:
     """Fit the model to calls of one operator or model and pass, by least squares of relative errors."""
     known = [each for each in calls if each.alone is not None]
-    long = [each for each in known if each.tokens >= LONG["layers" in each.row]]
+    long = [each for each in known if each.long]
     parts = np.array([[1.0, 1 / each.alone, (each.ranks - 1) / each.alone] for each in long if each.alone])
     share, call, rank = np.linalg.lstsq(parts, [each.seconds / (each.alone or math.nan) - 1 for each in long], None)[0]
-    short = [each.seconds for each in known if each.tokens < LONG["layers" in each.row]]
+    short = [each.seconds for each in known if not each.long]
     return Fit(float(share), float(call), float(rank), min(short, default=0.0))
 
 
