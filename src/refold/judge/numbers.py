@@ -23,6 +23,10 @@ from .sides import Sides
 COARSE = 0.01  # of a gradient at large inputs, where backwards lose digits
 SPOT = 0.05  # of the size of such a gradient, by which one element may be off
 DIGITS = 1e-4  # of it by which the original is off at most where it loses few digits itself
+# Roundings that the original's gradients may always have of inputs that are not ordinary. A backward that computes
+# weights anew, as exp(score - logsumexp), is off by a rounding of the score, which may be some hundreds; a softmax
+# whose largest weight is one has no such error. Eight times these are allowed: less than 10 bits of float32.
+ANEW = numerics.Errors(16.0, 64.0)
 LOW = {"autocast": torch.bfloat16}  # ways of use in which a program may round so
 METADATA = frozenset({"M1", "M2", "M3"})
 
@@ -56,6 +60,9 @@ class NumberChecks:
             self.docket.note("of enormous inputs, the order of products decides what is finite; nothing was compared")
             return
         known = [self.known * 1.125] * len(o.tensors) if r is o else self._estimate(call, len(o.tensors))
+        if kind not in ORDINARY and self.sides.dtype in (torch.float32, torch.float64):
+            anew = ANEW * numerics.roundoff(self.sides.dtype)
+            known[count:] = [each | anew for each in known[count:]]
         sides = list(zip(r.tensors, o.tensors, y.tensors, known, strict=True))
         if kind in inputs.LARGE:
             # Exponentials are saturated there, and what kernels keep of them for the backward has no digits left.
