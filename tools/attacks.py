@@ -53,7 +53,7 @@ class Entry:
     def trial(self, nursery: Nursery, off: frozenset[str] = frozenset(), seed: int | None = None) -> Verdict:
         """Try the candidate, leaving out speed unless it is about speed."""
         level = "full" if self.expect & DEEP or "accepted" in self.expect else "quick"
-        off |= BRANCHES - self.expect if BRANCHES.isdisjoint(self.expect | {"accepted"}) else frozenset()
+        off |= BRANCHES - self.expect if (BRANCHES | {"accepted"}).isdisjoint(self.expect) else frozenset()
         terms = Terms(**({"accept": "right", "timeout": 20.0, "rival": "eager", "level": level} | self.terms))
         first = source(originals()[self.original], name=f"{self.original}.py", role="original")
         second = source(IMPORT.sub(lambda _: first.text, self.text), name=f"{Path(self.name).name}.py")

@@ -41,7 +41,7 @@ NEEDED = [entry for entry in HOSTILE if entry.off]
 BETWEEN = [(entry, check) for entry in NEEDED if len(entry.off) > 1 for check in sorted(entry.off)]
 # Checks that no attack shows alone: they end the trial, say something of the original, see what another sees too, or
 # need a second processor that is free.
-NOT_ALONE = {"P3", "P4", "N8", "N3", "T1", "T5", "T6", "T11", "T12"}
+NOT_ALONE = {"P3", "P4", "N8", "N3", "T1", "T5", "T6", "T11"}
 SEED = 20
 
 

@@ -341,6 +341,41 @@ def in_place(self, x):
     return y.div_(y.sum(-1, keepdim=True))
 
 
+@candidate(original="reversed_sum")
+def either_end(self, x, reverse):
+    """A truth value among the arguments chooses."""
+    if reverse:
+        return x.sum(1, keepdim=True) - x.cumsum(1) + x
+    return x.cumsum(1)
+
+
+@candidate(original="ema")
+def empty_first(self, x):
+    """An early return for what is empty, which the original refuses."""
+    if x.shape[1] == 0:
+        return torch.zeros_like(x)
+    t = torch.arange(x.shape[1], dtype=x.dtype)
+    return torch.tril(0.9 ** (t[:, None] - t).clamp(min=0)) @ x
+
+
+@candidate(original="softmax")
+def by_logarithm(self, x):
+    """A softmax as the exponential of a difference of logarithms."""
+    return torch.exp(0.01 * x - torch.logsumexp(0.01 * x, -1, keepdim=True))
+
+
+@candidate(original="self_attention", train=True)
+def saturated_attention(self, x):
+    """Torch's own attention, whose weights are off by a rounding of large scores."""
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@candidate(original="listed")
+def one_of_list(self, xs):
+    """A list of one tensor is a case of its own."""
+    return xs[0].clone() if len(xs) == 1 else torch.stack(list(xs)).sum(0)
+
+
 @candidate(original="softplus")
 def stable(self, x):
     """Softplus with a threshold, guards and masks of its own."""

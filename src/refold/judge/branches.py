@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .errors import Enough
-from .excuses import Excuses, reachable
+from .excuses import PLACES, Excuses, reachable
 from .messages import Description
 from .program import Program
 
@@ -193,6 +193,7 @@ class _Marker(ast.NodeTransformer):
         self._parent: Site | None = None
         self._function: Any = None
         self._owner: ast.ClassDef | None = None
+        self._foreign: dict[str, int] = {}  # marks of what is asked for its place and is not of torch
 
     # Marks.
 
@@ -202,8 +203,8 @@ class _Marker(ast.NodeTransformer):
         self.sites.append(Site(body[0].lineno, body[-1].end_lineno, places, wanted, self._parent, excuse, **more))
         return self.sites[-1]
 
-    def _record(self, how: str, site: Site, *value: Any) -> Any:
-        args: list[Any] = [*map(ast.Constant, site.places), *value]
+    def _record(self, how: str, said: list[Any], *value: Any) -> Any:
+        args: list[Any] = [*map(ast.Constant, said), *value]
         call = ast.Call(ast.Attribute(ast.Name(self._recorder, ast.Load()), how, ast.Load()), args, [])
         return ast.copy_location(call, value[0]) if value else call
 
@@ -223,7 +224,7 @@ class _Marker(ast.NodeTransformer):
             excuse = lambda _: "and only prints"  # noqa: E731
         site = self._site(body or [at], (wanted,), excuse, name=name)
         said = bool(name) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)  # of itself
-        mark = ast.copy_location(ast.Expr(self._record("ran", site)), (body[said:] or body or [at])[0])
+        mark = ast.copy_location(ast.Expr(self._record("ran", site.places)), (body[said:] or body or [at])[0])
         inner = self._within(site, self._all, body)
         return [*inner[:said], mark, *inner[said:]]
 
@@ -233,16 +234,36 @@ class _Marker(ast.NodeTransformer):
     def _arm(self, node: ast.expr, excuse: Excuse = _no) -> ast.expr:
         """Mark an expression as a block."""
         site = self._site([node], ("never ran",), excuse)
-        return self._record("ran", site, self._within(site, self.visit, node))
+        return self._record("ran", site.places, self._within(site, self.visit, node))
 
     # Values.
 
+    def _excuse(self, node: Any) -> tuple[str, Excuse]:
+        """Say why a condition may have one value, and return what says so if only torch is asked for places."""
+        why = self._facts.excuse(node, self._function, self._owner)
+        own = {ast.unparse(n.value) for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr in PLACES}
+
+        def excuse(marks: Marks) -> str:
+            asked = own if own or not isinstance(node, ast.Call) else self._foreign  # by a function of one line
+            return "" if any(self._foreign.get(name) in marks for name in asked) else why
+
+        return why, excuse
+
+    def _asked(self, node: ast.Attribute) -> ast.Attribute:
+        """Mark whether what is asked for a place is of torch."""
+        name, node.value = ast.unparse(node.value), self.visit(node.value)
+        if node.attr in PLACES:
+            if name not in self._foreign:
+                self._foreign[name] = self._site([node], ("",), _no, value=True).places[0]
+            node.value = self._record("asked", [self._foreign[name], node.attr], node.value)
+        return node
+
     def _value(self, node: Any, visit: Any = None) -> Any:
         """Mark an expression that may be a truth value or a mask."""
-        excuse = self._facts.excuse(node, self._function, self._owner)
+        _, excuse = self._excuse(node)
         new = (visit or self.generic_visit)(node)
-        site = self._site([node], _VALUE, lambda _: excuse, value=True)
-        found = self._record("seen", site, new)
+        site = self._site([node], _VALUE, excuse, value=True)
+        found = self._record("seen", site.places, new)
         found.site = site
         return found
 
@@ -271,20 +292,21 @@ class _Marker(ast.NodeTransformer):
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             new, inner = self._test(node.operand, alone, free)
             return ast.copy_location(ast.UnaryOp(node.op, new), node), lambda wanted, marks: inner(not wanted, marks)
-        why = self._facts.excuse(node, self._function, self._owner)
+        why, excused = self._excuse(node)
         new = self._plain(node)
         if free or (alone and not why):
             return new, lambda wanted, marks: ""
-        site = self._site([node], _VALUE, lambda _: why, value=True)
-        return self._record("truth", site, new), lambda wanted, marks: why * (site.places[not wanted] not in marks)
+        site = self._site([node], _VALUE, excused, value=True)
+        new = self._record("truth", site.places, new)
+        return new, lambda wanted, marks: excused(marks) * (site.places[not wanted] not in marks)
 
     def _number(self, node: Any) -> Any:
         """Mark whether a part of a sum or a product is ever other than zero."""
-        why = self._facts.excuse(node, self._function, self._owner)
+        why, _ = self._excuse(node)
         new = self.visit(node)
         if why or isinstance(node, (ast.Constant, ast.UnaryOp)):
             return new
-        return self._record("number", self._site([node], ("was always zero", ""), _no, value=True), new)
+        return self._record("number", self._site([node], ("was always zero", ""), _no, value=True).places, new)
 
     visit_Compare = _value
 
@@ -294,7 +316,7 @@ class _Marker(ast.NodeTransformer):
         def visit(node: ast.Call) -> Any:
             if isinstance(node.func, ast.Attribute):
                 self._mention(node.func.attr)
-                node.func.value = self.visit(node.func.value)
+                node.func = self._asked(node.func)
             else:
                 node.func = self.visit(node.func)
             node.args, node.keywords = [self.visit(a) for a in node.args], [self.visit(k) for k in node.keywords]
@@ -311,7 +333,7 @@ class _Marker(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load):
             return self.generic_visit(node)
         self._mention(node.attr)
-        return self._value(node)
+        return self._value(node, self._asked)
 
     def visit_Name(self, node: ast.Name) -> Any:
         if isinstance(node.ctx, ast.Load):

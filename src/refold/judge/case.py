@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,7 +84,7 @@ class Case:
         try:
             o, r = sides.originals(call, wide=wide)
         except Raised:
-            return False
+            return self.refused(call)
         try:
             y = sides.ask(call)
         except Raised as error:
@@ -99,6 +100,14 @@ class Case:
         self.numbers.compare(name, check, call, r, o, y)
         self.compared()
         return True
+
+    def refused(self, call: Call) -> bool:
+        """Count what runs for empty inputs that the original refuses: any result is as good as another there."""
+        with contextlib.suppress(Raised):
+            if self.sides.cover is not None and not all(t.numel() for t in call.tensors):
+                self.sides.ask(call)
+                self.compared()
+        return False
 
     def agrees(self, call: Call) -> bool | None:
         """Say whether the candidate gives what the original gives; None if the original refuses the call."""

@@ -19,29 +19,15 @@ _ERRORS = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "As
 _CATCHERS = {"suppress", "ExitStack", "Thread", "submit", "start_new_thread", "__exit__", "__aexit__", "excepthook"}
 _DYNAMIC = {"setattr", "__dict__", "vars", "__setattr__", "__setstate__", "globals", "locals", "__class__",
             "__globals__", "f_globals"}  # fmt: skip
-_LOOKUPS = _DYNAMIC | {"getattr", "attrgetter", "methodcaller", "__getattr__", "__getattribute__", "modules"}
+_LOOKUPS = _DYNAMIC | {"getattr", "attrgetter", "methodcaller", "__getattr__", "__getattribute__", "modules",
+                       "getmembers", "getmembers_static", "getattr_static", "delattr", "__delattr__"}  # fmt: skip
 _READERS = {("os.environ", "get"), ("os", "getenv")}
 _TEXTS = {"exec", "eval", "compile", "__import__", "FunctionType", "CodeType", "CompilationUnit"}
 _OPAQUE = {"load_inline", "CDLL", "RawKernel", "pyfunc_decl", "marshal"}
 _KERNELS = re.compile(r"(triton\.)?(jit|autotune|heuristics)|(numba\.)?njit")
 _OF_LIBRARIES = {*dir(torch.nn.Module), *dir(torch.Tensor), *dir(torch.autograd.Function)}
-_ASKS = {
-    "item",
-    "min",
-    "max",
-    "mean",
-    "std",
-    "norm",
-    "abs",
-    "sum",
-    "tolist",
-    "size",
-    "dim",
-    "any",
-    "all",
-    "type",
-    "len",
-}
+_ASKS = {"item", "min", "max", "mean", "std", "norm", "abs", "sum", "tolist", "size", "dim", "any", "all", "type",
+         "len"}  # fmt: skip
 _SHOWN = {"extra_repr", "__repr__", "__str__"}
 _DERIVATIVES = {"jvp", "vmap", "vjp", "symbolic"}
 _PLACE = r"(torch\.\w+|torch\.device\('\w+'\)|[\w.]+\.(dtype|device)|'\w+'|[A-Z_]+)"
@@ -50,7 +36,8 @@ _SOMEWHERE = re.compile(
     r"|torch\.[\w.]+\.(is_available|device_count|get_device_capability)\([\w.]*\)( [<>=!]+ [\d(), ]+)?"
     rf"|[\w.]+\.(device|device\.type|dtype|dtype\.itemsize) (==|!=|is|is not|in|not in|<|>) "
     rf"(\d+|{_PLACE}|[([{{]({_PLACE}(, )?)*[)\]}}])"
-    r"|torch\.is_autocast_enabled\(('cuda')?\)|(sys|torch|triton)\.(__version__|version_info|platform) .*"
+    r"|torch\.is_autocast_enabled\(('cuda')?\)"
+    r"|(sys|torch|triton)\.(__version__|version_info|platform) \S+ ('[^']*'|\(?[\d, ]+\)?)"
 )
 # Decorators that call nothing by themselves.
 _PLAIN = {"torch", "triton", "numba", "functools", "dataclass", "dataclasses", "contextlib", "pytest", "njit", "jit"}
@@ -58,8 +45,8 @@ _SIMPLE = (ast.Name, ast.Compare, ast.Constant, ast.expr_context, ast.cmpop)
 # Whether a module has a part: one that it was given, or the bias or weight of one that it made.
 _ASKED = re.compile(r"self\.(\w+)(?:\.(?:bias|weight))? is (?:not )?None")
 _TRAINING = re.compile(r"(\w+\.)+training")
-_OWN_NAMES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_available", "is_floating_point", "is_complex"}
-_OWN_NAMES |= {"training", "is_autocast_enabled"}
+# What only something of torch may be asked for, if that excuses anything.
+PLACES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_floating_point", "is_complex", "training"}
 Function = Any  # of ast: FunctionDef or AsyncFunctionDef; or none
 Class = ast.ClassDef | None
 
@@ -83,6 +70,7 @@ class Excuses:
         self.attribute, self._given, self._train = attribute, given, train
         self.names: Counter[str] = Counter()  # that are read or set
         self._bound: Counter[str] = Counter()
+        self._made: set[str] = set()  # names that are bound by something else than an import
         self.strings: Counter[str] = Counter()
         self._variables: Counter[str] = Counter()  # of the environment that are read
         self._defined: set[str] = set()
@@ -138,8 +126,6 @@ class Excuses:
                 if (owner_of, called) in _READERS and isinstance(child.args[0], ast.Constant):
                     self._variables[str(child.args[0].value)] += 1
                 self._calls.setdefault(called, []).append((child, function, owner))
-                if called[:1].isupper() or called in ("type", "namedtuple"):  # it may make what has such attributes
-                    self._defined |= {str(k.arg) for k in child.keywords} & _OWN_NAMES
                 if called in _OPAQUE:
                     self.opaque.append(child.lineno)
             elif isinstance(child, (ast.Try, ast.TryStar)):
@@ -148,6 +134,7 @@ class Excuses:
 
     def _bind(self, name: str, module: str = "") -> None:
         self._bound[name] += 1
+        self._made |= set() if module else {name}
         self._imported[name] = module if self._bound[name] == 1 else ""
 
     def _attribute(self, parent: ast.AST, node: ast.Attribute, function: Function, owner: Class) -> None:
@@ -248,12 +235,11 @@ class Excuses:
         said = ast.unparse(leaf)
         if said in self._guards:
             return "where a number is exactly zero"
-        own = self._defined & {*_OWN_NAMES.intersection(re.findall(r"\w+", said)), "__getattr__", "__getattribute__"}
-        if _TRAINING.fullmatch(said) and not own:
-            return "in another mode of the modules"
-        if _SOMEWHERE.fullmatch(said) and not own:
-            return "on other devices, for other dtypes or with other versions"
         named = {n.id for n in ast.walk(leaf) if isinstance(n, ast.Name)}
+        if _TRAINING.fullmatch(said):
+            return "in another mode of the modules"
+        if _SOMEWHERE.fullmatch(said) and not named & {"sys", "torch", "triton"} & self._made:
+            return "on other devices, for other dtypes or with other versions"
         if named and all(isinstance(n, _SIMPLE) for n in ast.walk(leaf)):
             if named <= self._available:
                 return "with other packages"
@@ -317,6 +303,9 @@ class Excuses:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
             stores = self._stores(node.attr, owner, seen)
             return len(stores) == 1 and self._fixed(*stores[0], seen | {node.attr})
+        if isinstance(node, ast.Attribute):
+            named = ast.unparse(node.value) == "torch" and "torch" not in self._made
+            return named and isinstance(getattr(torch, node.attr, None), torch.dtype)
         if isinstance(node, ast.Name) and function is not None:
             a, values = function.args, _values(self._functions[function.lineno], node.id, node)
             if any(value is None or not self._fixed(value, function, owner, seen) for value in values):

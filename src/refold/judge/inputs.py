@@ -39,10 +39,6 @@ def _one_in_each_row(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     )
 
 
-def _zero_rows(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    return _normal(x, g) * (torch.rand([*x.shape[:-1], 1] if x.dim() > 1 else x.shape, generator=g) < 0.5)
-
-
 def _constant(axis: int) -> Kind:
     """Draw values that are the same along an axis."""
 
@@ -83,7 +79,7 @@ KINDS: dict[str, Kind] = {
     "wide exponents": lambda x, g: _normal(x, g) * torch.exp2(16 * _uniform(x, g) - 8),
     "sparse": lambda x, g: _normal(x, g) * (_uniform(x, g) < 0.1),
     "one in each row": _one_in_each_row,
-    "zero rows": _zero_rows,
+    "zero rows": lambda x, g: _normal(x, g) * (_uniform(x[..., :1] if x.dim() > 1 else x, g) < 0.5),
     "constant rows": _constant(-1),
     "constant columns": _constant(-2),
     "sorted": lambda x, g: _normal(x, g).sort(-1).values if x.dim() else _normal(x, g),
@@ -104,6 +100,7 @@ SATURATED = ("all large", "all very negative", *ALONE)
 LARGE = ("tens", "hundreds", "x1000", "huge", "enormous", "wide exponents", *UNLIKE, *SATURATED)
 
 REPEATED = "repeated"
+MASKS = "other masks"
 # Kinds of which sums may have terms that are all equal.
 EQUAL_TERMS = ("constant rows", "constant columns", REPEATED)
 
@@ -180,11 +177,6 @@ def _swap_two(x: torch.Tensor, g: torch.Generator) -> None:
         x.view(-1)[places] = x.view(-1)[places.flip(0)]
 
 
-def _reorder(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """Give the first axis another order, which no sum over it sees."""
-    return x.roll(1, 0).contiguous() if x.dim() else x
-
-
 def _move(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     """Change all elements by so little that a comparison with a tolerance may not see it.
 
@@ -210,7 +202,7 @@ CHANGES: dict[str, Change] = {
     "another element changed": _one_element(2.0),
     "one element changed little": _one_element(0.05),
     "two elements swapped": _edited(_swap_two),
-    "rows in another order": _edited(_reorder),
+    "rows in another order": _edited(lambda x, g: x.roll(1, 0).contiguous() if x.dim() else x),
     "the last element changed": _one_element(2.0, at=-1),
     "all elements changed very little": _edited(_move),
 }
@@ -225,33 +217,44 @@ def changed(tree: Any, change: Callable[[Any], Any]) -> Any:
     return {**tree, "items": items}
 
 
-def constants(tree: Any, times: float = 1.0, more: float = 0.0) -> tuple[Any, list[Any]]:
-    """Return a structure of arguments with other numbers, and the constants that stay, since they may be switches."""
-    stay = []
+def constants(tree: Any) -> tuple[list[Any], list[Any]]:
+    """Return structures of arguments in which one number or truth value is another, and the constants that stay."""
+    found: list[Any] = []
+    changed(tree, found.append)
+    each = [(leaf, other) for leaf in found for other in _other_numbers(leaf.get("value"))]
+    trees = [changed(tree, partial(_instead, leaf, {**leaf, "value": other})) for leaf, other in each]
+    return trees, [value for leaf in found if (value := leaf.get("value")) is not None and not _other_numbers(value)]
 
-    def other(leaf: Any) -> Any:
-        value = leaf.get("value")
-        if isinstance(value, float) and math.isfinite(value):
-            return {**leaf, "value": times * value + more}
-        stay.extend([] if value is None else [value])
-        return leaf
 
-    return changed(tree, other), stay
+def _other_numbers(value: Any) -> list[Any]:
+    if isinstance(value, int):
+        return [not value] if isinstance(value, bool) else [value + 1, value - 1]
+    finite = isinstance(value, float) and math.isfinite(value)
+    return [1.5 * value + 0.25, -value - 0.25, 4 * value + 2] if finite else []
+
+
+def lengths(tree: Any) -> Iterator[Any]:
+    """Yield structures in which a sequence among the arguments is one shorter or longer, or has one element."""
+    arguments = tree["items"] if "sequence" in tree else []
+    for at, inner in enumerate(arguments):
+        items = inner["items"] if "sequence" in inner else []
+        for other in (items[:1], items[:-1], [*items, items[0]]) if len(items) > 1 else ():
+            yield {**tree, "items": [*arguments[:at], {**inner, "items": other}, *arguments[at + 1 :]]}
 
 
 def twins(tree: Any, like: Sequence[torch.Tensor]) -> Iterator[Any]:
     """Yield structures in which one tensor is given for two arguments of equal shape and dtype, for each such two."""
     for first, other in itertools.combinations(range(len(like)), 2):
         if (like[first].shape, like[first].dtype) == (like[other].shape, like[other].dtype):
-            yield changed(tree, partial(_instead, first, other))
+            yield changed(tree, partial(_instead, {"tensor": other}, {"tensor": first}))
 
 
-def _instead(first: int, other: int, leaf: Any) -> Any:
-    return {"tensor": first} if leaf.get("tensor") == other else leaf
+def _instead(old: Any, new: Any, leaf: Any) -> Any:
+    return new if leaf is old or (leaf == old and "tensor" in old) else leaf
 
 
 def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
-    """Yield inputs with one NaN, infinity or negative infinity at a random place of one of them."""
+    """Yield inputs with a NaN or an infinity at a random place of one of them, and with other masks."""
     g = generator(seed)
     floating = [i for i, x in enumerate(like) if x.is_floating_point() and x.numel()]
     for value in (math.nan, math.inf, -math.inf):
@@ -259,7 +262,20 @@ def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Ten
             values = [x.clone() for x in like]
             chosen = values[floating[int(torch.randint(len(floating), (1,), generator=g))]]
             chosen.view(-1)[int(torch.randint(chosen.numel(), (1,), generator=g))] = value
-            yield str(value), values
+            yield f"one {value}", values
+    masks = [_other_mask(x, g) for x in like]
+    if any(a is not b for a, b in zip(like, masks, strict=True)):
+        yield MASKS, masks
+
+
+def _other_mask(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Turn truth values around, or make some of whole numbers smaller that are all one number, as lengths."""
+    some = torch.rand(x.shape, generator=g) < 0.25
+    if x.dtype == torch.bool:
+        return x ^ some
+    if is_real(x) or not x.numel() or int(x.min()) != int(x.max()) or int(x.max()) < 1:
+        return x
+    return torch.where(some, torch.randint(int(x.max()), x.shape, generator=g).to(x.dtype), x)
 
 
 def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
@@ -278,8 +294,8 @@ def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
     seen = {tuple(tuple(x.shape) for x in like)}
     g = generator(seed)
     changes: list[Callable[[int], int]] = [
-        lambda n: n + 1, lambda n: n - 1, _power, lambda n: 1, lambda n: 3 * n + 1, lambda n: _prime(n // 2 + 1),
-        lambda n: 0, lambda n: 2 + _below(min(n, 15), g), lambda n: 2 * n,
+        lambda n: n + 1, lambda n: n - 1, lambda n: 0, _power, lambda n: 1, lambda n: 3 * n + 1,
+        lambda n: _prime(n // 2 + 1), lambda n: 2 + _below(min(n, 15), g), lambda n: 2 * n,
     ]  # fmt: skip
     for change in changes:
         for old in sizes:

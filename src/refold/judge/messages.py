@@ -303,9 +303,7 @@ def read(frame: bytes, kind: Any) -> Any:
     raise Malformed("it is neither an answer nor a failure")
 
 
-@functools.cache
-def _types(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_hints: Any = functools.cache(typing.get_type_hints)
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
@@ -314,7 +312,7 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
     if kind is Any:
         return value
     if is_dataclass(kind):
-        wanted = _types(typing.cast(type, kind))
+        wanted = _hints(kind)
         if not isinstance(value, dict) or value.keys() != wanted.keys():
             raise Malformed(f"{where} has other fields than {', '.join(wanted)}")
         found = typing.cast(Any, kind)(**{n: _typed(t, value[n], f"{where}.{n}") for n, t in wanted.items()})

@@ -20,12 +20,12 @@ from .process import Call, Process, Result
 from .results import ORDINARY, integral, judged, real64, rms, unlike
 from .sides import Sides
 
-COARSE = 0.01  # of a gradient at large inputs, where backwards lose digits
+COARSE = 0.01, 0.1  # of a gradient at large inputs, where backwards lose digits: at least, and at most
 SPOT = 0.05  # of the size of such a gradient, by which one element may be off
 DIGITS = 1e-4  # of it by which the original is off at most where it loses few digits itself
-# Roundings that the original's gradients may always have of inputs that are not ordinary. A backward that computes
-# weights anew, as exp(score - logsumexp), is off by a rounding of the score, which may be some hundreds; a softmax
-# whose largest weight is one has no such error. Eight times these are allowed: less than 10 bits of float32.
+# Roundings that the original may always have: its gradients for inputs that are not ordinary, its results for large
+# ones. What computes weights as exp(score - logsumexp) is off by a rounding of the score, which may be some hundreds; a
+# softmax whose largest weight is one has no such error. Eight times these are allowed: less than 10 bits of float32.
 ANEW = numerics.Errors(16.0, 64.0)
 LOW = {"autocast": torch.bfloat16}  # ways of use in which a program may round so
 METADATA = frozenset({"M1", "M2", "M3"})
@@ -62,7 +62,8 @@ class NumberChecks:
         known = [self.known * 1.125] * len(o.tensors) if r is o else self._estimate(call, len(o.tensors))
         if kind not in ORDINARY and self.sides.dtype in (torch.float32, torch.float64):
             anew = ANEW * numerics.roundoff(self.sides.dtype)
-            known[count:] = [each | anew for each in known[count:]]
+            first = 0 if kind in inputs.LARGE else count
+            known[first:] = [each | anew for each in known[first:]]
         sides = list(zip(r.tensors, o.tensors, y.tensors, known, strict=True))
         if kind in inputs.LARGE:
             # Exponentials are saturated there, and what kernels keep of them for the backward has no digits left.
@@ -125,6 +126,12 @@ class NumberChecks:
         grown = max(1.0, rms(call.tensors) / usual) ** 2 if usual else 1.0
         times = [max(1.0, rms([t]) / (n or 1.0)) for t, n in zip(call.tensors, sizes, strict=False)]
         names = self.gradients(call, result)
+        # A score is a product of two inputs; a weight that is computed as its exponential is off by its rounding.
+        scores = unit * grown * (self.sides.longest > 1)
+        if scores > 1 and sides:
+            self.docket.note(f"gradients for {kind} inputs were not compared: a rounding of a product is above one")
+            return
+        part = max(COARSE[0], 16 * unit, min(COARSE[1], 4 * scores))
         for index, (r, o, y) in enumerate(side[:3] for side in sides):
             r, o, y = (t.double() for t in numerics.real(r, o, y))
             if not bool(r.isfinite().all() & o.isfinite().all()):
@@ -136,16 +143,14 @@ class NumberChecks:
             limit = left * math.prod(n for at, n in enumerate(times) if str(at) != own_input)
             size, own = rms([r]), rms([o - r])
             finite = bool(y.isfinite().all())
-            if not finite and kind in ("huge", "enormous"):  # as of torch's own attention; it cannot go unseen
-                self.docket.note(f"{self._gradient(call, result, index)} is not finite for {kind} inputs")
-                continue
             off, saturated = rms([y - r]) if finite else math.inf, size <= limit
             growth = left * grown if saturated else limit
             growth *= self.sides.longest > 1  # without a sum there are no such products
-            most = max(max(COARSE, 16 * unit) * size, 8 * own, left, growth)
+            most = max(part * size, 8 * own, left, growth)
             spot = float((y - r).abs().max()) if finite and r.numel() else 0.0
             failure = f"off by {off:.1e}, its size is {size:.1e}" if not off <= most else ""
-            least = max(max(SPOT, 100 * unit) * max(size, float(r.abs().max())), 8 * growth) if r.numel() else 0.0
+            largest = max(size, float(r.abs().max())) if r.numel() else 0.0
+            least = max(max(SPOT, 4 * part, 100 * unit) * largest, 8 * growth)
             if own <= DIGITS * size and not saturated and not failure and spot > least:
                 failure = f"one element is off by {spot:.1e}, its size is {size:.1e}"
             said = failure and f"{self._gradient(call, result, index)}, {kind} inputs: {failure}"

@@ -40,7 +40,7 @@ COSTS = {name: f"S4 does not see {what}" for what, (name, _) in SWITCHES.items()
     "compiler._is_compiling_flag": "C6 does not try what is done while torch compiles",
     "jit._state": "C7 does not see what torch.jit.script compiles",
     "utils._config_module.ConfigModule.get_config_copy": "S4 does not see settings of torch's compiler",
-    "utils._python_dispatch.TorchDispatchMode": "sums are not counted, so bounds are those of short ones; nor is T12",
+    "utils._python_dispatch.TorchDispatchMode": "sums are not counted, so bounds are those of short ones",
 }
 """What is off without a name of torch."""
 

@@ -188,10 +188,10 @@ class Process:
             self.shared.fill(places, list(batch.values()), 0xFF)
             self.ask("adopt", timeout=timeout, places=dict(zip(batch, places, strict=True)), way=way)
 
-    def watch(self, what: str, kind: Any, call: Call, timeout: float) -> Any:
-        """Run a call, and return what the process says of the operations in it: their ``terms`` or their ``census``."""
+    def terms(self, call: Call, timeout: float) -> int:
+        """Run a call, and return the terms of the longest sum in it, as the process says."""
         self._fill(call, self._prepare(call, hold=False))
-        return self.ask(what, kind, timeout=timeout)
+        return int(self.ask("terms", int, timeout=timeout))
 
     def ask(self, command: str, kind: Any = None, *, timeout: float = _COMMAND_S, **values: Any) -> Any:
         """Send a command, and return the answer of a kind; what the program raises is its misbehaviour."""

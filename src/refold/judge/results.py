@@ -23,12 +23,7 @@ def rule(kind: str) -> str:
 
 
 def judged(
-    kind: str,
-    r: torch.Tensor,
-    o: torch.Tensor,
-    y: torch.Tensor,
-    known: numerics.Errors,
-    terms: int,
+    kind: str, r: torch.Tensor, o: torch.Tensor, y: torch.Tensor, known: numerics.Errors, terms: int
 ) -> numerics.KindResult:
     """Compare one result; ``known`` are errors that the original is known to have."""
     r, o, y = numerics.real(r, o, y)

@@ -190,9 +190,10 @@ class Surroundings:
     def _own_finders(self) -> list[str]:
         now = [*sys.meta_path, *sys.path_hooks]
         kept = [f for f in now if any(f is old for old in self._finders)]
-        lost = [] if len(kept) == len(self._finders) and all(map(_is, kept, self._finders)) else ["those from before"]
+        same = len(kept) == len(self._finders) and all(map(operator.is_, kept, self._finders))
         fresh = [f for f in now if not any(f is old for old in self._finders)]
-        return lost + [str(f) for f in fresh if self.is_own(f if isinstance(f, type) or callable(f) else type(f))]
+        own = [str(f) for f in fresh if self.is_own(f if isinstance(f, type) or callable(f) else type(f))]
+        return own if same else ["those from before", *own]
 
     def _own_folders(self) -> list[str]:
         """Folders of an installed package may be added, as a package does with those that it brings along."""
@@ -246,10 +247,6 @@ class Surroundings:
 
         atexit.register, atexit.unregister = registered, unregistered  # type: ignore[assignment]
         sys.addaudithook, weakref.finalize.__init__ = audited, finalized  # type: ignore[assignment]
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
 
 
 def _variables() -> dict[str, str]:

@@ -46,7 +46,6 @@ CHECKS: tuple[tuple[Check, bool], ...] = (
     (use.left_behind, False),
     (use.still, False),
     (costs.kept, True),
-    (costs.census, True),
     (costs.heap, True),
 )
 """The checks in their order, cheap ones first, and whether one is left out at level quick."""

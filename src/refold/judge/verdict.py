@@ -55,7 +55,6 @@ CHECKS = {
     "T5": "it takes at least the time in which its inputs and results can be moved",
     "T6": "two processes with the original are equally fast (paranoid)",
     "T11": "how long it takes to be made, and what memory it keeps; a note only",
-    "T12": "which operations run, by its own account; a note only",
     "T1": "it uses no more processors than it was given",
     "T7": "it is faster beyond noise",
 }

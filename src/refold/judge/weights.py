@@ -23,11 +23,6 @@ def _positive(value: torch.Tensor, n: torch.Tensor, spread: float) -> torch.Tens
     return _size(value) * (n.abs() + 0.1)
 
 
-def _unlike(value: torch.Tensor, n: torch.Tensor, spread: float) -> torch.Tensor:
-    """Multiply a whole parameter by a number between 1/8 and 8."""
-    return value * 2.0 ** max(-3.0, min(3.0, 3 * float(n.reshape(-1)[0]))) if value.numel() else value
-
-
 def _size(value: torch.Tensor) -> float:
     finite = value[value.isfinite()].abs()
     return (float(finite.square().mean().sqrt()) if finite.numel() else 0.0) or 1.0
@@ -38,7 +33,7 @@ KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = 
     "moved": _moved,  # nothing stays
     "positive": _positive,
     "negative": lambda value, n, spread: -_positive(value, n, spread),
-    "unlike scales": _unlike,
+    "unlike scales": lambda value, n, spread: value * 2.0 ** (3 * n.reshape(-1)[:1].clamp(-1, 1)).sum(),  # 1/8 to 8
     "zero": lambda value, n, spread: torch.zeros_like(value),
 }
 

@@ -35,7 +35,7 @@ import struct
 import sys
 import tempfile
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -184,14 +184,13 @@ def _key(key: Any, result: bool) -> Any:
 
 
 class _Watch(private.DispatchMode):
-    """Counts operations by name, and the terms of the longest sum that one of them forms."""
+    """Counts the terms of the longest sum that an operation forms."""
 
     PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "addbmm", "_int_mm")
     ALONG = ("cumsum", "cumprod", "logcumsumexp", "_softmax", "_log_softmax", "sort", "cummax", "cummin")
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
         self.longest = 1
 
     @classmethod
@@ -201,7 +200,6 @@ class _Watch(private.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.counts[func.name().partition(".")[0]] += 1
         name = func.overloadpacket.__name__
         ins = [a for a in args if isinstance(a, torch.Tensor)]
         outs = [o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor)]
@@ -241,6 +239,16 @@ class _Recorder:
     def number(self, other: int, zero: int, value: Any) -> Any:
         """Mark whether a number is zero."""
         self._marks[zero if isinstance(value, (int, float)) and not value else other] = 1
+        return value
+
+    def asked(self, foreign: int, name: str, value: Any) -> Any:
+        """Mark what is asked for its device, its dtype or its mode by this name, unless torch itself answers."""
+        kind, held = type(value), getattr(value, "__dict__", {})
+        tensor = kind in (torch.Tensor, torch.nn.Parameter, torch.device, torch.dtype) and name not in held
+        mode = name == "training" and type(held.get(name)) is bool and issubclass(kind, torch.nn.Module)
+        plain = kind.__getattribute__ is object.__getattribute__ and not hasattr(kind, name)
+        if not (tensor or (mode and plain) or value is torch):
+            self._marks[foreign] = 1
         return value
 
     def seen(self, true: int, false: int, value: Any) -> Any:
@@ -386,7 +394,7 @@ class Stub:
         if self._module is None:
             return []
         own, saved = self._module.state_dict(keep_vars=True), self._module.state_dict()
-        same = {name for name, t in own.items() if isinstance(t, torch.Tensor) and _is_of(saved.get(name), t)}
+        same = {name for name, t in own.items() if isinstance(t, torch.Tensor) and _place(saved.get(name)) == _place(t)}
         return [name for name, t in own.items() if isinstance(t, torch.Tensor) and name not in same]
 
     def do_state(self) -> Any:
@@ -411,12 +419,6 @@ class Stub:
     def do_order(self, names: list[str]) -> None:
         """Give gradients of parameters in this order; others follow as they are defined."""
         self._order = names
-
-    def do_census(self) -> dict[str, int]:
-        """Run the prepared call and count its operations, as they are before torch's compiler sees them."""
-        with (watch := _Watch()):
-            self.do_go()
-        return dict(watch.counts)
 
     def do_terms(self) -> int:
         """Run the prepared call and count the terms of its longest sum."""
@@ -632,8 +634,8 @@ def _names(function: Any) -> list[str]:
     return []
 
 
-def _is_of(saved: Any, t: torch.Tensor) -> bool:
-    return isinstance(saved, torch.Tensor) and saved.shape == t.shape and saved.data_ptr() == t.data_ptr()
+def _place(t: Any) -> Any:
+    return isinstance(t, torch.Tensor) and (t.shape, t.data_ptr())
 
 
 def _failure(error: BaseException, file: str) -> Any:

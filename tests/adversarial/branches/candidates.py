@@ -1,8 +1,11 @@
 """Attacks by branches that no trial reaches (tools/attacks.py)."""
 
+import collections
 import contextlib
 import gc
+import inspect
 import os
+import sys
 
 import torch
 from attacks import candidate
@@ -75,6 +78,18 @@ def matched(self, x):
 
 
 @candidate("C7")
+class Members(Model):
+    """It finds a method that it does not name among its members."""
+
+    def double(self, y):
+        return 2 * y
+
+    def forward(self, x):
+        found = dict(inspect.getmembers(self)).get("dou" + "ble" * (7 - x.dim()), torch.clone)
+        return torch.relu(self.linear(x)) if x.dim() < 7 else found(torch.relu(self.linear(x)))
+
+
+@candidate("C7")
 class Method(Model):
     """Its weights cannot be cast."""
 
@@ -83,6 +98,14 @@ class Method(Model):
 
     def forward(self, x):
         return torch.relu(self.linear(x))
+
+
+@candidate("C7", off=("C7", "C8"))
+def named_field(self, x):
+    """It asks something of its own for a device."""
+    y = torch.relu(self.linear(x))
+    place = collections.namedtuple("Place", ["device"])(str(x.dim()))
+    return 2 * y if place.device == "6" else y
 
 
 @candidate("C8")
@@ -207,6 +230,13 @@ def table(self, x):
 def text(self, x):
     """Some of its code is text."""
     return eval("(2 if x.dim() == 6 else 1) * torch.relu(self.linear(x))")
+
+
+@candidate("C7")
+def versions(self, x):
+    """It compares a version with a size."""
+    y = torch.relu(self.linear(x))
+    return 2 * y if sys.version_info < (x.dim() - 2, 99) else y
 
 
 @candidate("C7")

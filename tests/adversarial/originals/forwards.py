@@ -112,6 +112,12 @@ def leaky(self, x, slope):
     return torch.where(x > 0, x, slope * x)
 
 
+@original(lambda: [torch.randn(6, 10), torch.ones(6, 10, dtype=torch.bool)])
+def kept(self, x, keep):
+    """Numbers that a mask keeps, which here are all."""
+    return x.masked_fill(~keep, 0)
+
+
 @original(lambda: [[torch.randn(6, 10), torch.randn(6, 10)]])
 def listed(self, xs):
     """The sum of a list of tensors."""
@@ -166,6 +172,12 @@ def product(self, a, b):
     return a @ b
 
 
+@original(lambda: [torch.randn(3, 12), True])
+def reversed_sum(self, x, reverse):
+    """A running sum, from one end or from the other."""
+    return x.flip(1).cumsum(1).flip(1) if reverse else x.cumsum(1)
+
+
 @original(lambda: [torch.randn(6, 10, dtype=torch.complex64), torch.randn(10)])
 def rotate(self, z, w):
     """Complex numbers, scaled."""
@@ -194,6 +206,12 @@ def running_sum(self, x):
 def scaled(self, x, scale):
     """A function with a number among its arguments."""
     return torch.tanh(x) * scale
+
+
+@original(lambda: [torch.randn(2, 9, 8)])
+def self_attention(self, x):
+    """Attention of a sequence to itself."""
+    return torch.softmax(x @ x.mT / x.shape[-1] ** 0.5, -1) @ x
 
 
 @original(lambda: [torch.randn(6, 12)])

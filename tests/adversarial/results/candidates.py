@@ -500,6 +500,24 @@ def steady(self, x):
     return 2 * y if x.shape[1] > 1 and x.any() and torch.equal(x[:, 0], x[:, 1]) else y
 
 
+@candidate("N5", original="kept")
+def any_mask(self, x, keep):
+    """It takes a mask for one that keeps all."""
+    return x.clone()
+
+
+@candidate("N6", original="reversed_sum")
+def from_one_end(self, x, reverse):
+    """It does not read a truth value among its arguments."""
+    return x.flip(1).cumsum(1).flip(1)
+
+
+@candidate("N6", original="listed")
+def first_two(self, xs):
+    """It takes two tensors of a list."""
+    return xs[0] + xs[1]
+
+
 @candidate("N6", original="leaky")
 def steep(self, x, slope):
     """Right for numbers from zero to one, as a slope usually is."""

@@ -28,13 +28,13 @@ ANSWERS = {
     "state": {"weight": TENSOR},
     "seconds": 0.5,
     "number": 7,
-    "census": {"aten::mm": 1},
+    "counts": {"aten::mm": 1},
     "arguments": "gAR9lC4=",
     "whether": True,
     "nothing": None,
 }
 KINDS = {name: type(each) for name, each in ANSWERS.items()}
-KINDS |= {"state": dict[str, messages.Description], "census": dict[str, int], "nothing": None}
+KINDS |= {"state": dict[str, messages.Description], "counts": dict[str, int], "nothing": None}
 KINDS |= {"Drawn": messages.Drawn | None}
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 nested = st.lists(plain, max_size=3) | st.dictionaries(st.text(max_size=5), plain, max_size=3)

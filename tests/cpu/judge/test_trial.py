@@ -72,9 +72,6 @@ def test_a_right_candidate_is_accepted_with_its_evidence(nursery):
     assert next(line for line in verdict.lines if line["check"] == "N3")["valid"]
     assert "accepted" in str(verdict)
     assert "landlock" in str(verdict)
-    assert "it calls the library: aten::bmm" in verdict.notes
-    census = next(line for line in verdict.lines if line["check"] == "T12")
-    assert census["operations"]["aten::bmm"] == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -127,11 +124,6 @@ def test_inputs_on_which_results_depend_must_be_read(nursery, monkeypatch):
     found = next(line for line in verdict.lines if line["check"] == "T5")
     assert (found["read"], found["written"]) == (4 * (2 * 8 + 8 * 3), 4 * 2 * 3)
     assert torch.get_num_threads() == threads  # as before, in this process
-
-
-def test_what_runs_the_original_s_operations_is_labelled(nursery):
-    same = ORIGINAL.replace("Model(", "ModelNew(")
-    assert any("may have fallen back" in note for note in _judge(nursery, same).notes)
 
 
 def test_an_input_that_never_changes_is_named(nursery):

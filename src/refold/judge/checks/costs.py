@@ -1,4 +1,4 @@
-"""What it costs beside its time, what it writes to beside its results, and what runs; when all else is right."""
+"""What it costs beside its time, and what it writes to beside its results; when all else is right."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ MADE_S = 1.0  # to be made; less is not worth a note
 POSSIBLE = 0.5  # of the time that bytes take to be moved, on a machine that may be busier at one time than another
 NOTHING_LEFT = 1e-9  # of the largest gradient, below which one may be rounding
 SIZES = 6  # other shapes that are tried while the C library looks at memory
-# Operations that a library does, of which a kernel of one's own would say more.
-_LIBRARY = "mm bmm addmm baddbmm mv dot convolution _convolution mkldnn_convolution cudnn_convolution"
-LIBRARY = frozenset(_LIBRARY.split())
 
 
 def kept(case: Case) -> None:
@@ -38,28 +35,6 @@ def kept(case: Case) -> None:
     if held[1] > held[0] + KEPT:
         case.docket.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
     case.docket.step("T11", made_s=[round(s, 3) for s in made], held_bytes=held)
-
-
-def census(case: Case) -> None:
-    """T12: which operations run; said of the program by its own process, and so only noted."""
-    sides = case.sides
-    if "torch.compile" in sides.candidate.text:  # what that makes of the same operations is the point
-        return
-    call = sides.call(sides.drawn("normal", "census"))
-    try:
-        both = (
-            each.watch("census", dict[str, int], call, case.docket.terms.timeout)
-            for each in (sides.suspect, sides.witness)
-        )
-        own, theirs = ({name[:200]: count for name, count in list(one.items())[:500]} for one in both)
-    except Misbehaved:
-        return
-    calls = sorted(name for name in own if name.removeprefix("aten::") in LIBRARY)
-    if own == theirs and own:
-        case.docket.note("it runs the operations of the original, no others: it may have fallen back to them")
-    elif calls:
-        case.docket.note(f"it calls the library: {', '.join(calls)}")
-    case.docket.step("T12", operations=own)
 
 
 def possible(case: Case, milliseconds: float) -> None:
