@@ -136,19 +136,18 @@ def test_in_place_updates_and_aliases_survive():
         assert got[1].data_ptr() == b.data_ptr()
 
 
+@pytest.mark.codegen
 def test_dropout_is_not_crossed_and_the_random_state_is_not_disturbed():
     def fn(x, y):
         return torch.nn.functional.dropout(scores(x, y), 0.5)
 
     x, y = pair(2)
     torch.manual_seed(1)
-    run = refold.compile(fn, strict=True)
-    run(x, y)
+    refold.compile(fn, strict=True, accept="always")(x, y)
     after_ours = torch.rand(3)
     torch._dynamo.reset()
     torch.manual_seed(1)
-    # Eager, if it won the race, draws other numbers than Inductor.
-    (fn if run.report.graphs[0].chosen == "eager" else torch.compile(fn))(x, y)
+    torch.compile(fn)(x, y)  # eager draws other numbers than Inductor
     assert torch.equal(after_ours, torch.rand(3))
 
 
