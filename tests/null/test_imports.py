@@ -46,6 +46,8 @@ COMPILER = [
     ["choices", "dynamo"],
     ["options"],
     ["validate"],
+    ["record"],
+    ["early_rewrites"],
     ["session"],
     ["replay", "regions"],
     ["engine", "without"],

@@ -20,8 +20,9 @@ from ..verify.contention import crowding
 from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place
 from .inductor import Compiled
 from .options import Options
+from .record import Decided, Misfit
 from .refusals import refused
-from .session import Decided, GraphCompile, Misfit, TooLong
+from .session import GraphCompile, TooLong
 from .validate.program import Outcome, plain
 
 log = logging.getLogger("refold")
@@ -82,7 +83,7 @@ def execute(
         raise Misfit(f"there is no {min(missing)} to be rewritten")
     compile_s = time.perf_counter() - start - session.checks_s
     known = replace(known.saying(*session.notes), checks_s=session.checks_s, compile_s=compile_s)
-    if session.unjudged or not applied:
+    if session.record.unjudged or not applied:
         return Outcome(compiled, known)
     outcome = session.last_word(compiled, known, eager)
     if outcome.report.chosen != "refold":

@@ -5,52 +5,48 @@ Design decision 5.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from ..errors import first_line, warn
 from ..report import GraphReport, RewriteReport
-from .compile_time import WITH_BACKWARD, inductor_seconds, layer_seconds, unrolled_seconds
+from .compile_time import inductor_seconds, layer_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
-from .dynamo import rewriting_before_autograd
 from .dynamo.associative_scan import define_scans
 from .dynamo.scan_operation import scans_as_loops
+from .early_rewrites import EarlyRewrites, tools_before_autograd
 from .external_cumsum import keep_scans_external
 from .inductor import (
     Compiled,
     Hook,
     Stopped,
     bind,
-    clone_inputs,
     duplicate,
     inductor_with,
     sums_are_external,
     with_part,
 )
 from .ir.captured_loop import captured_loops, parts
-from .ir.cost import Cost, computing, graph_cost, has_pointwise_kernels
+from .ir.cost import Cost, computing, graph_cost
 from .ir.evaluate import values_at
 from .ir.fx import copied_graph, is_made, loop_operation
 from .ir.rewrite import Rewrite
-from .ir.source import operator_calls
 from .options import Options
 from .passes.reroll_loops import STAYS
 from .pipeline import run as run_pipeline
 from .private import TraceAgain
+from .record import Decided, Judgements, Record, row_of
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .refusals import refused
 from .validate.program import Outcome, Rewritten, Rival, choose_program, compared, left_eager
-from .validate.region import Judgement, undisturbed_rng, validate_region
+from .validate.region import undisturbed_rng
 
 log = logging.getLogger("refold")
 
@@ -73,27 +69,6 @@ class TooLong(Exception):
     """Inductor would take longer for an unrolled loop than it may; the message says how long."""
 
 
-class Misfit(Exception):
-    """A decision does not fit the program that it is to be executed on; the message says where."""
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What is known of a graph's rewrites before its compile.
-
-    Attributes:
-        rows: The rewrites to apply, by their keys.
-        refused: The keys of those that are not to be applied.
-        external_scans: How many sizes of cumulative sums are handed to ATen.
-        trusted: Whether the rewrites were checked.
-    """
-
-    rows: Mapping[str, RewriteReport]
-    refused: frozenset[str]
-    external_scans: int
-    trusted: bool
-
-
 class GraphCompile:
     """The compile of one graph: find rewrites, judge them, take the fastest program.
 
@@ -110,20 +85,18 @@ class GraphCompile:
         decided: Decided | None = None, earlier: GraphCompile | None = None, lost: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
         self.inputs, self.options, self.start, self.store = inputs, options, report, store
-        self.decided, self.earlier, self.lost = decided, earlier, lost
         self.mode, self.notes, self.checks_s = report.mode, list(report.notes), 0.0
         self.given = define_scans(scans_as_loops(gm, self.notes), everywhere=self.mode == "training")
         self.gm = define_scans(self.given, everywhere=True)
         self.rival: Rival = Rival(self.given, inputs, options) if earlier is None else earlier.rival
         # What Inductor compiles the rewritten graph with.
         self.inductor = {**options.inductor, **options.choose.inductor}
-        self.refused: set[str] = set() if decided is None else set(decided.refused)
-        self.verdicts: dict[str, Judgement] = {}
-        self.rows: dict[str, RewriteReport] = {}
+        self.record = Record(options, decided)
+        self.judgements: Judgements = Judgements(
+            options, store, self.notes, None if earlier is None else earlier.judgements, lost
+        )
         # How many sizes of cumulative sums are handed to ATen, and how many there are.
         self.external_scans, self.scan_sizes = 0 if decided is None else decided.external_scans, 0
-        # The number of terms in the longest sum that was rewritten.
-        self.terms = 1
         # What the graphs that Inductor was shown cost, before and after.
         self.before, self.after = Cost(), Cost()
         # How many operations of the original Inductor would generate code for, backward included, and how many fewer it
@@ -132,6 +105,11 @@ class GraphCompile:
         # Whether AOTAutograd's cache is asked; whether the last compile showed its graph; whether Inductor failed.
         self.cached, self.seen, self.failed = True, False, False
 
+    @property
+    def rows(self) -> dict[str, RewriteReport]:
+        """What is known of each rewrite, by its key."""
+        return self.record.rows
+
     def run(self) -> Outcome:
         """Return the program that runs from now on, and what was found out."""
         start = time.perf_counter()
@@ -139,7 +117,7 @@ class GraphCompile:
         saved = self.rewrite_before_autograd()
         try:
             compiled = self.built()
-            if defined and not self._applied():  # Inductor has code of its own for PyTorch's scans
+            if defined and not self.record.applied:  # Inductor has code of its own for PyTorch's scans
                 self.gm = self.given
                 compiled = self.built()
         except TooLong as reason:
@@ -158,9 +136,6 @@ class GraphCompile:
         log.info("graph %d: %s runs, %d rewrites", report.index, report.runs, len(report.applied))
         return Outcome(outcome.program, self._with_load(report))
 
-    def _applied(self) -> list[RewriteReport]:
-        return [row for row in self.rows.values() if row.status == "applied"]
-
     def _report(self, before: Cost, after: Cost) -> GraphReport:
         """Report what is known by now."""
         return replace(
@@ -178,9 +153,9 @@ class GraphCompile:
 
     def _with_load(self, report: GraphReport) -> GraphReport:
         """Say how the machine was busy when rewrites were timed alone, and whether that left something open."""
-        races = [verdict.race for verdict in self.verdicts.values() if verdict.race is not None]
+        races = [verdict.race for verdict in self.judgements.found.values() if verdict.race is not None]
         busy = report.busy or next((race.busy for race in races if race.busy), "")
-        hurried = any(verdict.hurried for verdict in self.verdicts.values())
+        hurried = any(verdict.hurried for verdict in self.judgements.found.values())
         return replace(report, busy=busy, provisional=report.provisional or hurried)
 
     def built(self) -> Compiled | None:
@@ -189,7 +164,7 @@ class GraphCompile:
         Raises:
             TooLong: It would.
         """
-        self._check_time(unrolled_seconds(self.gm, self.mode))
+        _check_time(unrolled_seconds(self.gm, self.mode), self.options)
         return self._compile()
 
     def _left_eager(self, reason: TooLong) -> Outcome:
@@ -198,7 +173,7 @@ class GraphCompile:
         for key, row in self.rows.items():
             if not key.startswith(("captured:", "forward:")) and row.status != "refused":
                 self.rows[key] = row.refused(why)
-        applied = self._applied()
+        applied = self.record.applied
         before = Cost(sum(row.flops_before for row in applied), sum(row.bytes_before for row in applied))
         after = Cost(sum(row.flops_after for row in applied), sum(row.bytes_after for row in applied))
         report = self._report(before, after).saying(f"the graph runs eagerly: {why}")
@@ -217,7 +192,7 @@ class GraphCompile:
         if not kinds or self.options.verify == "off":
             return Outcome(compiled, report)
         start = time.perf_counter()
-        left = Rewritten(compiled, self._repeatable, self.terms, self.gm, 0.0)
+        left = Rewritten(compiled, self._repeatable, self.record.terms, self.gm, 0.0)
         try:
             report, reason = compared(left, self.given, {"eager": self.given}, self.inputs, self.options, report)
         except Exception as error:  # of Inductor's program, or of eager's: neither has a common type
@@ -236,59 +211,13 @@ class GraphCompile:
         """Check the whole graph, and race it if that is wanted."""
         start, known = time.perf_counter(), self.rival.seconds or 0.0
         seconds = layer_seconds(self.operations)
-        rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms, self.gm, seconds)
+        rewritten = Rewritten(compiled, repeatable or self._repeatable, self.record.terms, self.gm, seconds)
         program, report = choose_program(rewritten, self.given, self.inputs, self.options, report, self.rival)
         # What it took to compile the original is told apart.
         spent = time.perf_counter() - start - ((self.rival.seconds or 0.0) - known)
         return Outcome(program, replace(report, checks_s=report.checks_s + spent))
 
     # Which rewrites are made ---------------------------------------------------------------------
-
-    def _wanted(self, key: str) -> bool:
-        """Tell whether a rewrite may be made."""
-        if self.decided is not None:
-            return key in self.decided.rows
-        return key not in self.refused and key not in self.options.choose.skip
-
-    def _note(self, key: str, rewrite: Rewrite, verdict: Judgement | None) -> RewriteReport:
-        """Write down a rewrite and what is known of it.
-
-        Raises:
-            Misfit: It is not the one that was decided on.
-        """
-        wrong = "" if verdict is None else verdict.reason
-        row = _row(rewrite, key, verdict) if self.decided is None else self.decided.rows[key]
-        if row.signature != rewrite.signature:
-            raise Misfit(f"{rewrite.name} [{rewrite.site}] is another one")
-        if wrong and self.decided is not None:
-            raise Misfit(f"{rewrite.name} [{rewrite.site}] is {wrong}")
-        if wrong:
-            row = row.refused(wrong)
-            self.refused.add(key)
-        self.rows[key] = row
-        return row
-
-    def _apply(self, key: str, rewrite: Rewrite) -> None:
-        """Write down that a rewrite is made."""
-        self.rows[key] = replace(self.rows[key], status="applied")
-        self.terms = max(self.terms, rewrite.terms)
-
-    @property
-    def _known(self) -> bool:
-        """Whether it is known that the rewrites fit although the graph was not seen."""
-        return self.decided is not None and self.decided.trusted
-
-    @property
-    def _stands(self) -> bool:
-        """Whether it is known that a rewrite will be applied."""
-        if self.decided is not None:
-            return bool(self.decided.rows)
-        return self.unjudged or any(not verdict.reason for verdict in self.verdicts.values())
-
-    @property
-    def unjudged(self) -> bool:
-        """Whether rewrites are applied without a verdict."""
-        return self._known or (self.options.verify == "off" and self.options.accept == "always")
 
     def _repeatable(self) -> Compiled:
         """Compile the graph again, with random numbers drawn as eager draws them."""
@@ -302,111 +231,11 @@ class GraphCompile:
 
     def rewrite_before_autograd(self) -> Cost:
         """Replace what is rewritten before autograd; return what that saves."""
-        return self._rewrite_captured() + self._rewrite_forward()
-
-    def _rewrite_captured(self) -> Cost:
-        """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
-        saved = Cost()
-        for path in parts(self.gm):
-            part: Any = self.gm.get_submodule(".".join(path))
-            names = [call.name for call in captured_loops(part)]
-            if not names:
-                continue
-            from .dynamo.to_scan import describe_loop
-
-            part = duplicate(part)
-            self.gm = with_part(self.gm, path, part)
-            for name in names:
-                call = next(node for node in part.graph.nodes if node.name == name)
-                try:
-                    found = self._as_operator(part, path, call)
-                except NotALoop as reason:
-                    self.notes.append(f"{STAYS} {reason.told_of(describe_loop(part, call))}")
-                    continue
-                if found is not None:
-                    found.splice()
-                    before, after = found.rewrite.before, found.rewrite.after
-                    saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
-            part.recompile()
+        early = EarlyRewrites(self.gm, self.inputs, self.options, self.mode, self.record, self.judgements, self.notes)
+        saved = early.rewrite()
+        self.gm, self.operations_saved = early.gm, early.operations_saved
+        self.checks_s += early.checks_s
         return saved
-
-    def _as_operator(self, part: GraphModule, path: tuple[str, ...], call: Node) -> Any:
-        """Return a captured loop of a part of the graph as the scan that stands; None if none does."""
-        from .dynamo.to_scan import find_scan
-
-        for dual in (True, False):
-            key = ":".join(["captured", *path, call.name, str(dual)])
-            if not self._wanted(key):
-                continue
-            with torch.set_grad_enabled(self.mode == "training"):
-                found = find_scan(part, call, dual)
-            self.options.choose.tune(found.rewrite.candidate.graph)
-            start = time.perf_counter()
-            verdict = None if self.unjudged else self._verdict(found.rewrite, path)
-            self.checks_s += time.perf_counter() - start
-            row = self._note(key, found.rewrite, verdict)
-            if row.status != "refused":
-                self._apply(key, found.rewrite)
-                self.notes += found.notes
-                return found
-            if not found.dual:
-                break  # else what does not write the states rounds too much, or is slower
-        return None
-
-    def _rewrite_forward(self) -> Cost:
-        """Rewrite the ATen graph of a forward before autograd; return what that saves."""
-        saved, training = Cost(), self.mode == "training"
-        if (tools := _tools_before_autograd(self.gm, training)) is None:
-            return saved
-        if not training and (self.options.rules or self.options.choose.passes is not None):
-            return saved  # they are for the graph as AOTAutograd gives it
-        for path in parts(self.gm):
-            key = ":".join(["forward", *path]) + ":"
-            while True:
-                wanted = functools.partial(self._is_wanted_of, key)
-                found = tools.find_rewrites(self.gm, path, wanted, self.notes, self._known, training)
-                if found is None:
-                    break
-                rows = []
-                start = time.perf_counter()
-                for rewrite in found.rewrites:
-                    verdict = None if self.unjudged else self._verdict(rewrite, path)
-                    rows.append(self._note(key + rewrite.site, rewrite, verdict))
-                self.checks_s += time.perf_counter() - start
-                if any(row.status == "refused" for row in rows):
-                    continue  # the others may be otherwise without it
-                for rewrite in found.rewrites:
-                    self._apply(key + rewrite.site, rewrite)
-                    before, after = rewrite.before, rewrite.after
-                    saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
-                    fewer = computing(rewrite.original.graph.nodes) - computing(rewrite.candidate.graph.nodes)
-                    self.operations_saved += (WITH_BACKWARD if training else 1) * fewer
-                self.gm = with_part(self.gm, path, found.spliced())
-                break
-        return saved
-
-    def _is_wanted_of(self, key: str, site: str) -> bool:
-        return self._wanted(key + site)
-
-    def _verdict(self, rewrite: Rewrite, path: tuple[str, ...] = ()) -> Judgement:
-        """Judge a rewrite of Dynamo's graph, or of a part of it, on the values that it gets from the user's inputs."""
-        if rewrite.signature not in self.verdicts:
-            with undisturbed_rng():
-                actual = self._values(rewrite.inputs, path)
-                self.verdicts[rewrite.signature] = self._judged(rewrite, actual)
-        return self.verdicts[rewrite.signature]
-
-    def _values(self, names: Sequence[str], path: tuple[str, ...]) -> list[Any]:
-        """Return the values of nodes of Dynamo's graph, or of a part of it that is checkpointed."""
-        graph, inputs = self.gm.graph, clone_inputs(self.inputs)
-        for name in path:
-            call = next(iter(next(node for node in graph.nodes if node.target == name).users))
-            given: list[Any] = list(call.args[1:])
-            inner = values_at(graph, [x.name for x in given if isinstance(x, Node)], inputs)
-            inputs = [inner[x.name] if isinstance(x, Node) else x for x in given]
-            graph = graph.owning_module.get_submodule(name).graph  # type: ignore[union-attr, assignment]
-        found = values_at(graph, names, inputs)
-        return [found[name] for name in names]
 
     # Finding and checking rewrites ------------------------------------------------------------
 
@@ -416,11 +245,14 @@ class GraphCompile:
             pending: list[_Pending] = []
             facts = [repr(self.options.choose), *(rule.digest for rule in self.options.rules)]
             facts += [node.name for node in self.gm.graph.nodes if is_made(node)]  # they are treated otherwise
-            outcome = digest([*versions(), *facts, *sorted(self.refused), str(self.external_scans)])
+            outcome = digest([*versions(), *facts, *sorted(self.record.refused), str(self.external_scans)])
             hook = Hook(functools.partial(self._visit, pending), outcome, self.cached)
             log.info("compiling graph %d", self.start.index)
             try:
-                options = {**SHARES, **self.inductor} if self._stands else self.inductor
+                rewritten = self.record.unjudged or any(not each.reason for each in self.judgements.found.values())
+                if self.record.decided is not None:
+                    rewritten = bool(self.record.decided.rows)
+                options = {**SHARES, **self.inductor} if rewritten else self.inductor
                 compiled = inductor_with(self.gm, self.inputs, hook, options)
             except TraceAgain:
                 raise
@@ -432,7 +264,7 @@ class GraphCompile:
                     return None
             else:
                 self.seen = hook.count > 0
-                if self.seen or self._known:
+                if self.seen or self.record.known:
                     return compiled
                 self.cached = False  # the cache answered, and what was rewritten is not known
                 continue
@@ -453,79 +285,44 @@ class GraphCompile:
         before = graph_cost(graph.nodes)
         original = copied_graph(graph)
         notes: list[str] = []
-        rewrites = self.options.rewrite(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
+        rewrites = self.options.rewrite(graph, lambda site: self.record.wants(f"{index}:{site}"), notes)
         self.notes += _untold(self.notes, notes)
         # All rewrites are in the graph, also those that are still to be judged: without them it is longer.
         if inductor_seconds(len(graph.nodes)) > self.options.compile_budget:
-            self._check_time(inductor_seconds(unrolled_operations(graph)))
-        verdicts = [self.verdicts.get(rewrite.signature) for rewrite in rewrites]
-        if not self.unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
+            _check_time(inductor_seconds(unrolled_operations(graph)), self.options)
+        verdicts = [self.judgements.found.get(rewrite.signature) for rewrite in rewrites]
+        if not self.record.unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
             pending.append(_Pending(index, original, graph, rewrites))
             raise Stopped
         for rewrite, verdict in zip(rewrites, verdicts, strict=True):
-            self._note(f"{index}:{rewrite.site}", rewrite, verdict)
-            self._apply(f"{index}:{rewrite.site}", rewrite)
+            self.record.note(f"{index}:{rewrite.site}", rewrite, verdict)
+            self.record.apply(f"{index}:{rewrite.site}", rewrite)
         self.before += before
         self.after += graph_cost(graph.nodes) if rewrites else before
         self.scan_sizes = max(self.scan_sizes, keep_scans_external(graph, self.external_scans))
 
-    def _check_time(self, seconds: float) -> None:
-        """Raise if Inductor would take longer for unrolled loops than it may."""
-        if seconds > (budget := self.options.compile_budget):
-            raise TooLong(
-                f"Inductor would take about {seconds:.0f} s to compile an unrolled loop; compile_budget is {budget:g} s"
-            )
-
     def _judge(self, found: _Pending) -> None:
         """Judge rewrites not seen before, on values from the user's own inputs where possible."""
-        index, rewrites = found.index, found.rewrites
-        fresh = list({r.signature: r for r in rewrites if r.signature not in self.verdicts}.values())
-        values: dict[str, Any] = {}
+        index, rewrites, values = found.index, found.rewrites, dict[str, Any]()
         if (bound := bind(found.original, self.inputs)) is not None:
-            names = {name for r in fresh for name in r.inputs}
+            names = {name for r in rewrites if r.signature not in self.judgements.found for name in r.inputs}
             # A region may read what an earlier rewrite of the same run made.
             for graph in (found.original, found.rewritten):
                 with undisturbed_rng():
                     values |= values_at(graph, sorted(names - values.keys()), bound)
         else:
             self.notes.append("the graph's inputs could not be matched: rewrites were checked on random ones")
-        for rewrite in fresh:
-            actual = [values[name] for name in rewrite.inputs] if values.keys() >= set(rewrite.inputs) else None
-            with undisturbed_rng():
-                self.verdicts[rewrite.signature] = self._judged(rewrite, actual)
-        for rewrite in rewrites:
-            self._note(f"{index}:{rewrite.site}", rewrite, self.verdicts[rewrite.signature])
 
-    def _judged(self, rewrite: Rewrite, actual: Sequence[Any] | None) -> Judgement:
-        """Judge a rewrite, unless it was judged before in this place."""
-        if (rewrite.name, rewrite.source) in self.lost:
-            return Judgement("not faster at sizes between the same powers of two")
-        before = None if self.earlier is None else self.earlier.verdicts.get(rewrite.signature)
-        if before is not None and not before.postponed:
-            return before
-        facts = [rewrite.signature, str(rewrite.differentiated), str(rewrite.spread), str(rewrite.terms)]
-        each = self.earlier is not None
-        options = json.dumps(dict(self.options.inductor), sort_keys=True, default=repr)
-        key = digest([*facts, self.options.verify, self.options.accept, options, str(each)])
-        evidence = None if before is None else before.evidence
-        if (found := self.store.get("region", key)) is not None:
-            try:
-                stored = Judgement.from_dict(found[0])
-            except (KeyError, TypeError) as error:
-                self.notes.append(
-                    f"the stored decision on a region ({found[1]}) cannot be read, so it is checked again: {error}"
-                )
-            else:
-                if not stored.hurried or found[1] != "the disk":
-                    return stored
-                evidence = stored.evidence  # what a check found does not depend on the load; times do
-        verdict = validate_region(rewrite, actual, self.options, each, evidence)
-        self.store.put("region", key, dataclasses.asdict(verdict))
-        return verdict
+        def actual(rewrite: Rewrite) -> list[Any] | None:
+            return [values[name] for name in rewrite.inputs] if values.keys() >= set(rewrite.inputs) else None
+
+        for rewrite in rewrites:
+            verdict = self.judgements.of(rewrite, functools.partial(actual, rewrite))
+            self.record.note(f"{index}:{rewrite.site}", rewrite, verdict)
 
     def lost_together(self, report: GraphReport) -> bool:
         """Tell whether rewrites lost the race of the whole graph that may be faster without some of the others."""
-        stood = [verdict.postponed for verdict in self.verdicts.values() if not verdict.reason]
+        stood = [verdict.postponed for verdict in self.judgements.found.values() if not verdict.reason]
         others = len(stood) > 1 or any(key.startswith("captured:") for key in self.rows)
         return report.chosen != "refold" and report.speedup is not None and any(stood) and others
 
@@ -540,47 +337,12 @@ class GraphCompile:
         return False
 
 
-def _tools_before_autograd(gm: GraphModule, training: bool) -> Any:
-    """Return the module that rewrites graphs before autograd; None if PyTorch lacks what it needs, or it is of no use.
-
-    In inference it is of use on devices where a convolution or a norm becomes an operator.
-    """
-    given = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    pays = training or any(isinstance(x, torch.Tensor) and has_pointwise_kernels(x.device) for x in given)
-    return rewriting_before_autograd() if pays else None
-
-
-def _row(rewrite: Rewrite, key: str = "", verdict: Judgement | None = None) -> RewriteReport:
-    row = RewriteReport(
-        key=key,
-        signature=rewrite.signature,
-        name=rewrite.name,
-        site=rewrite.site,
-        source=rewrite.source,
-        why=rewrite.why,
-        detail=rewrite.detail,
-        becomes=operator_calls(rewrite.candidate.graph),
-        flops_before=rewrite.before.flops,
-        flops_after=rewrite.after.flops,
-        bytes_before=rewrite.before.bytes,
-        bytes_after=rewrite.after.bytes,
-        largest_before=rewrite.before.largest,
-        largest_after=rewrite.after.largest,
-    )
-    if verdict is not None:
-        row = replace(row, reason=verdict.reason)
-        if verdict.evidence is not None:
-            row = replace(row, errors=tuple(vars(kind) for kind in verdict.evidence.kinds))
-        if (race := verdict.race) is not None:
-            row = replace(
-                row,
-                original_ms=race.base_ms,
-                candidate_ms=race.candidate_ms,
-                original_by=verdict.original_by,
-                speedup=race.speedup,
-                at_least=race.at_least,
-            )
-    return row
+def _check_time(seconds: float, options: Options) -> None:
+    """Raise if Inductor would take longer for unrolled loops than it may."""
+    if seconds > (budget := options.compile_budget):
+        raise TooLong(
+            f"Inductor would take about {seconds:.0f} s to compile an unrolled loop; compile_budget is {budget:g} s"
+        )
 
 
 def _untold(told: Sequence[str], notes: Sequence[str]) -> list[str]:
@@ -606,14 +368,14 @@ def describe_captured(gm: GraphModule, report: GraphReport) -> tuple[GraphModule
                 continue
             loops.append(loop)
             notes += found.notes
-            rows.append(_row(found.rewrite))
+            rows.append(row_of(found.rewrite))
             found.splice()
         part.recompile()
     training = report.mode == "training"
-    if (tools := _tools_before_autograd(gm, training)) is not None:
+    if (tools := tools_before_autograd(gm, training)) is not None:
         for path in parts(gm):
             if (more := tools.find_rewrites(gm, path, lambda _: True, notes, training=training)) is not None:
-                rows += map(_row, more.rewrites)
+                rows += map(row_of, more.rewrites)
                 gm = with_part(gm, path, more.spliced())
     return gm, replace(report, notes=tuple(notes), loops=tuple(loops), rewrites=tuple(rows))
 
@@ -621,7 +383,7 @@ def describe_captured(gm: GraphModule, report: GraphReport) -> tuple[GraphModule
 def survey(graph: Graph, report: GraphReport) -> GraphReport:
     """Return the report with what the pipeline would do with a graph; edits the graph."""
     earlier, before, notes = report.rewrites, graph_cost(graph.nodes), list[str]()
-    rows = tuple(map(_row, run_pipeline(graph, notes=notes)))
+    rows = tuple(map(row_of, run_pipeline(graph, notes=notes)))
     after = graph_cost(graph.nodes)
     return replace(
         report.saying(*_untold(report.notes, notes)),

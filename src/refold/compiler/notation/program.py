@@ -211,10 +211,9 @@ def parse(data: Any, *, shapes: Mapping[str, Sequence[int]] | None = None) -> Eq
 
 class _Parser:
     def __init__(self, data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None) -> None:
-        self.data, self.shapes = data, shapes
+        self.data, self.shapes, self.where = data, shapes, "the program"
         self.sizes: dict[str, int] = {}
         self.values: dict[str, Letters] = {}
-        self.where = "the program"
 
     def fail(self, reason: str) -> ProgramError:
         return ProgramError(f"{self.where}: {reason}")

@@ -126,51 +126,40 @@ def read(graph: Graph) -> Reading:
     return _Reader(graph).reading()
 
 
-class _Reader:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        # For each value the sizes of its own axes, one list an axis of the node; and their letters, flat.
+class _Values:
+    """The values that were read so far, in a notation of which each step defines one."""
+
+    def __init__(self) -> None:
+        # For each value the sizes of its own axes, one list an axis of the node.
         self.atoms: dict[Node, list[list[int]]] = {}
-        self.letters: dict[Node, list[str]] = {}
         self.names: dict[Node, str] = {}
         self.sizes: dict[str, int] = {}
         self.inputs: dict[str, Groups] = {}
         self.dtypes: dict[str, str] = {}
         self.steps: list[Equation] = []
-        self.taken: set[str] = set()
-        self.constants: dict[Node, float | int] = {}
-        self.unnamed = itertools.count()
+        self._taken: dict[str, None] = {}
+        self._named: list[dict[Any, Any]] = [
+            self.atoms, self.names, self.sizes, self.inputs, self.dtypes, self._taken,
+        ]  # fmt: skip
+        self._unnamed = itertools.count()
 
-    def reading(self) -> Reading:
-        for node in self.graph.nodes:
-            if node.op not in ("placeholder", "call_function", "get_attr") or not _static(node):
-                continue
-            if node.op != "call_function" or (is_view(node) and is_tensor(arg(node, 0))):
-                continue
-            before = len(self.steps), dict(self.sizes), set(self.taken), dict(self.inputs), dict(self.dtypes)
-            marks = set(self.names)
-            try:
-                if node.target in _FILLS and not value(node).shape:
-                    self.constants[node] = _constant(node)
-                else:
-                    self._step(node)
-            except (_NotInGrammar, KeyError, IndexError, TypeError, ValueError):
-                del self.steps[before[0] :]
-                self.sizes, self.taken, self.inputs, self.dtypes = before[1], before[2], before[3], before[4]
-                for new in set(self.names) - marks:
-                    del self.names[new]
-                    self.atoms.pop(new, None)
-                    self.letters.pop(new, None)
-        program = Equations(self.inputs, self.sizes, tuple(self.steps), Read("", ()), self.dtypes)
-        return Reading(self.graph, program, {name: node for node, name in self.names.items()}, self.names)
+    def mark(self) -> list[int]:
+        """Count what there is by now, for `undo`."""
+        return [len(held) for held in (self.steps, *self._named)]
 
-    # Values
+    def undo(self, mark: list[int]) -> None:
+        """Forget what was read since: a node turned out to be none of the grammar."""
+        count, *counts = mark
+        del self.steps[count:]
+        for named, count in zip(self._named, counts, strict=True):
+            while len(named) > count:
+                named.popitem()
 
     def _name(self, node: Node) -> str:
         name = str(node.name)
-        while name in self.taken:
-            name = f"{node.name}_{next(self.unnamed)}"
-        self.taken.add(name)
+        while name in self._taken:
+            name = f"{node.name}_{next(self._unnamed)}"
+        self._taken[name] = None
         return name
 
     def _letter(self, size: int) -> str:
@@ -190,16 +179,11 @@ class _Reader:
         if dtype not in DTYPES or 0 in shape:
             raise _NotInGrammar
         self.atoms[node] = [[size] if size != 1 else [] for size in shape]
-        letters: list[str] = []
-        for sizes in self.atoms[node]:
-            letters += [self._letter(size) for size in sizes]
-        self.letters[node] = letters
         self.names[node] = name = self._name(node)
-        flat = iter(letters)
-        self.inputs[name] = tuple(tuple(next(flat) for _ in sizes) for sizes in self.atoms[node])
+        self.inputs[name] = tuple(tuple(map(self._letter, sizes)) for sizes in self.atoms[node])
         self.dtypes[name] = dtype
 
-    def _read(self, node: Node) -> _Operand:
+    def read(self, node: Node) -> _Operand:
         """Read a node through its views, with symbols of its own."""
         chain = []
         while is_view(node) and is_tensor(arg(node, 0)) and node not in self.names:
@@ -212,7 +196,7 @@ class _Reader:
             seen = viewed(view, labels)
             if seen is None:
                 self._flat(view, _Operand(node, tuple((a,) for label in own for a in label), labels))
-                return self._read(chain[0])
+                return self.read(chain[0])
             labels = seen
         return _Operand(node, tuple((axis,) for label in own for axis in label), labels)
 
@@ -222,9 +206,9 @@ class _Reader:
         inner = [axis for label in x.dims for axis in resolve(label)]
         if [axis for label in x.own for axis in resolve(label)] != inner:
             raise _NotInGrammar  # permuted or repeated before
-        self._define(view, "reshape", [x], labels)
+        self.define(view, "reshape", [x], labels)
 
-    def _define(self, node: Node, do: str, of: Sequence[_Given], dims: Sequence[Label], **options: Any) -> None:
+    def define(self, node: Node, do: str, of: Sequence[_Given], dims: Sequence[Label], **options: Any) -> None:
         """Add a step whose result has these symbols, one label an axis of the node."""
         letters: dict[Axis, str] = {}
         reads: list[Read | float | int] = []
@@ -250,10 +234,40 @@ class _Reader:
             options["along"] = letters[axis]
         self.names[node] = own = self._name(node)
         self.atoms[node] = [[int(axis.size) for axis in row] for row in out]
-        self.letters[node] = flat
         self.steps.append(Equation(own, tuple(flat), do, tuple(reads), options))
 
-    # Steps
+    def inner(
+        self, node: Node, name: str, do: str, of: Sequence[_Given], dims: Sequence[Label], **options: Any
+    ) -> _Operand:
+        """Add a step for a value inside one node, and read it."""
+        inner: Any = _Inner(f"{node.name}_{name}")
+        self.define(inner, do, of, dims, **options)
+        own = [tuple(Axis(size) for size in sizes) for sizes in self.atoms[inner]]
+        return _Operand(inner, tuple((axis,) for label in own for axis in label), tuple(own))
+
+
+class _Reader:
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.values = graph, _Values()
+        self.constants: dict[Node, float | int] = {}
+
+    def reading(self) -> Reading:
+        for node in self.graph.nodes:
+            if node.op not in ("placeholder", "call_function", "get_attr") or not _static(node):
+                continue
+            if node.op != "call_function" or (is_view(node) and is_tensor(arg(node, 0))):
+                continue
+            mark = self.values.mark()
+            try:
+                if node.target in _FILLS and not value(node).shape:
+                    self.constants[node] = _constant(node)
+                else:
+                    self._step(node)
+            except (_NotInGrammar, KeyError, IndexError, TypeError, ValueError):
+                self.values.undo(mark)
+        found = self.values
+        program = Equations(found.inputs, found.sizes, tuple(found.steps), Read("", ()), found.dtypes)
+        return Reading(self.graph, program, {name: node for node, name in found.names.items()}, found.names)
 
     def _step(self, node: Node) -> None:
         target = node.target
@@ -276,17 +290,17 @@ class _Reader:
             others = {k: v for k, v in node.kwargs.items() if k != "dtype" and v not in (None, False, torch.strided)}
             if set(others) - {"memory_format", "device"}:
                 raise _NotInGrammar
-            x = self._read(arg(node, 0))
-            return self._define(node, "cast", [x], x.dims, dtype=_dtype(dtype))
+            x = self.values.read(arg(node, 0))
+            return self.values.define(node, "cast", [x], x.dims, dtype=_dtype(dtype))
         if target is aten.full.default:
             labels = [() if size == 1 else (Axis(int(size)),) for size in value(node).shape]
-            return self._define(node, "fill", [_number(arg(node, 1))], labels, dtype=_dtype(value(node).dtype))
+            return self.values.define(node, "fill", [_number(arg(node, 1))], labels, dtype=_dtype(value(node).dtype))
         if target is torch.ops.prims.iota.default:
             start, stride = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
             if (start, stride, value(node).dtype) != (0, 1, torch.int64) or value(node).shape[0] == 1:
                 raise _NotInGrammar
             label = (Axis(int(value(node).shape[0])),)
-            return self._define(node, "position", [], [label], along=label[0])
+            return self.values.define(node, "position", [], [label], along=label[0])
         if target in _FOLDS:
             return self._fold(node, _FOLDS[target])
         moved = read_moves(node)
@@ -305,10 +319,10 @@ class _Reader:
 
     def _product(self, node: Node) -> None:
         of, dims = self._contraction(arg(node, 0), arg(node, 1))
-        self._define(node, "contract", of, dims)
+        self.values.define(node, "contract", of, dims)
 
     def _contraction(self, left: Node, right: Node) -> tuple[list[_Given], list[Label]]:
-        a, b = self._read(left), self._read(right)
+        a, b = self.values.read(left), self.values.read(right)
         batch = [*zip(a.dims[:-2], b.dims[:-2], strict=True)]
         for x, y in [*batch, (a.dims[-1], b.dims[-2])]:
             if x and y and not unify(x, y):
@@ -326,17 +340,8 @@ class _Reader:
         if any(v != 1 for v in node.kwargs.values()) or len(node.args) > 3:
             raise _NotInGrammar
         of, dims = self._contraction(arg(node, 1), arg(node, 2))
-        product = self._inner(node, "product", "contract", of, dims)
-        self._pointwise(node, "add", [self._read(arg(node, 0)), product])
-
-    def _inner(
-        self, node: Node, name: str, do: str, of: Sequence[_Given], dims: Sequence[Label], **options: Any
-    ) -> _Operand:
-        """Add a step for a value inside one node, and read it."""
-        inner: Any = _Inner(f"{node.name}_{name}")
-        self._define(inner, do, of, dims, **options)
-        own = [tuple(Axis(size) for size in sizes) for sizes in self.atoms[inner]]
-        return _Operand(inner, tuple((axis,) for label in own for axis in label), tuple(own))
+        product = self.values.inner(node, "product", "contract", of, dims)
+        self._pointwise(node, "add", [self.values.read(arg(node, 0)), product])
 
     def _sum(self, node: Node) -> None:
         x = arg(node, 0)
@@ -348,7 +353,7 @@ class _Reader:
         of = self._counted(factors, tuple(axis for d in sorted(dims) for axis in labels[d]), scale)
         if len(of) > len(factors) and not value(node).dtype.is_floating_point:
             raise _NotInGrammar
-        self._define(node, "contract", of, kept)
+        self.values.define(node, "contract", of, kept)
 
     def _factors(self, x: Node) -> tuple[list[_Operand], tuple[Label, ...], float]:
         """Read a value as a product, as far as multiplications serve nothing but this sum."""
@@ -359,7 +364,7 @@ class _Reader:
         plain = inner.target is aten.mul.Tensor and len(inner.users) == 1 and value(inner).dtype.is_floating_point
         tensors = [v for v in inner.args if isinstance(v, Node) and is_tensor(v)]
         if not plain or any(value(v).dtype != value(inner).dtype for v in tensors):
-            only = self._read(x)
+            only = self.values.read(x)
             return [only], only.dims, 1
         factors: list[_Operand] = []
         labels: list[Label] = [()] * value(inner).dim()
@@ -385,7 +390,7 @@ class _Reader:
         return factors, out, scale
 
     def _reduction(self, node: Node, do: str) -> None:
-        x = self._read(arg(node, 0))
+        x = self.values.read(arg(node, 0))
         if value(arg(node, 0)).dtype != value(node).dtype:
             raise _NotInGrammar
         dims = set(sum_dims(node))
@@ -397,7 +402,7 @@ class _Reader:
         if any(axis not in own for label in x.dims for axis in resolve(label)):
             raise _NotInGrammar  # repeated
         kept = [() if d in dims else label for d, label in enumerate(x.dims) if keep or d not in dims]
-        self._define(node, do, [x], kept)
+        self.values.define(node, do, [x], kept)
 
     def _part(self, node: Node) -> None:
         """Read one result of several: variance or mean."""
@@ -409,7 +414,7 @@ class _Reader:
         dims = arg(call, 1, "dim")
         rank = value(call.args[0]).dim()  # type: ignore[arg-type]
         chosen = {d % rank for d in (range(rank) if dims is None else dims)}
-        x = self._read(call.args[0])  # type: ignore[arg-type]
+        x = self.values.read(call.args[0])  # type: ignore[arg-type]
         self._one(node, "mean" if which == 1 else "var", x, chosen, bool(call.kwargs.get("keepdim", False)))
 
     def _elementwise(self, node: Node, do: str) -> None:
@@ -422,7 +427,7 @@ class _Reader:
             if isinstance(v, Node) and v in self.constants:
                 of.append(self.constants[v])
             elif isinstance(v, Node):
-                of.append(self._read(v))
+                of.append(self.values.read(v))
             else:
                 of.append(_number(v))
         self._pointwise(node, do, self._promoted(node, of))
@@ -447,7 +452,7 @@ class _Reader:
             for at, v in enumerate(given, first):
                 x = of[at]
                 if isinstance(x, _Operand) and v.dtype != dtype:
-                    of[at] = self._inner(node, f"cast{at}", "cast", [x], x.dims, dtype=_dtype(dtype))
+                    of[at] = self.values.inner(node, f"cast{at}", "cast", [x], x.dims, dtype=_dtype(dtype))
         return of
 
     def _pointwise(self, node: Node, do: str, of: list[_Given]) -> None:
@@ -461,15 +466,15 @@ class _Reader:
                     if dims[at] and label and not unify(dims[at], label):
                         raise _NotInGrammar
                     dims[at] = dims[at] or label
-        self._define(node, do, of, dims)
+        self.values.define(node, do, of, dims)
 
     def _fold(self, node: Node, do: str) -> None:
-        x = self._read(arg(node, 0))
+        x = self.values.read(arg(node, 0))
         label = resolve(x.dims[arg(node, 1) % len(x.dims)])
         own = [resolve(part) for part in x.own]
         if len(label) != 1 or label not in own or set(node.kwargs) - {"dtype"} or node.kwargs.get("dtype"):
             raise _NotInGrammar
-        self._define(node, do, [x], x.dims, along=label[0])
+        self.values.define(node, do, [x], x.dims, along=label[0])
 
     def _resized(self, x: _Operand, dim: int) -> Label:
         """Return the one symbol of an axis that is to change its size; nothing for an axis of size one."""
@@ -480,14 +485,14 @@ class _Reader:
 
     def _slice(self, node: Node, move: Slice, new: list[Label]) -> None:
         """Cut an axis, in whose place are new ones."""
-        x = self._read(move.of[0])
+        x = self.values.read(move.of[0])
         label = self._resized(x, move.dim)
         if not label:
             raise _NotInGrammar
         self._in_order(x)
         dims = [*x.dims[: move.dim], *new, *x.dims[move.dim + 1 :]]
         options = {"start": move.start, "stop": move.stop} | ({"step": move.step} if move.step != 1 else {})
-        self._define(node, "slice", [x], dims, along=label[0], **options)
+        self.values.define(node, "slice", [x], dims, along=label[0], **options)
 
     def _in_order(self, x: _Operand) -> None:
         """Require that a value is read with its own axes in order: what changes sizes has no other reading."""
@@ -496,16 +501,16 @@ class _Reader:
             raise _NotInGrammar
 
     def _pad(self, node: Node, move: Pad) -> None:
-        x, new = self._read(move.of[0]), Axis(move.shape[move.dim])
+        x, new = self.values.read(move.of[0]), Axis(move.shape[move.dim])
         self._in_order(x)
         label = self._resized(x, move.dim)
         dims = [*x.dims[: move.dim], (new,), *x.dims[move.dim + 1 :]]
         options = {"before": move.before, "after": move.after, "value": _number(move.value)}
-        self._define(node, "pad", [x], dims, along=label[0] if label else new, **options)
+        self.values.define(node, "pad", [x], dims, along=label[0] if label else new, **options)
 
     def _cat(self, node: Node, move: Cat) -> None:
         dim, new = move.dim, Axis(move.shape[move.dim])
-        parts = [self._read(x) for x in move.of]
+        parts = [self.values.read(x) for x in move.of]
         dims: list[Label] = [()] * value(node).dim()
         for x in parts:
             self._resized(x, dim)
@@ -516,7 +521,7 @@ class _Reader:
                         raise _NotInGrammar
                     dims[at] = dims[at] or label
         dims[dim] = (new,)
-        self._define(node, "concat", parts, dims, along=new)
+        self.values.define(node, "concat", parts, dims, along=new)
 
 
 class _Classes:

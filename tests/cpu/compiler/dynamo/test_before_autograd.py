@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import refold
-from refold.compiler import session
+from refold.compiler import early_rewrites
 from refold.compiler.dynamo import before_autograd, captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd, find_rewrites
 from refold.compiler.dynamo.body import to_aten
@@ -383,7 +383,7 @@ def test_convolutions_are_unrolled():
 @pytest.fixture
 def operators_pay(monkeypatch):
     """Replace convolutions and norms as on a GPU."""
-    for module in (session, replace_causal_convolutions, replace_gated_norms):
+    for module in (early_rewrites, replace_causal_convolutions, replace_gated_norms):
         monkeypatch.setattr(module, "has_pointwise_kernels", lambda device: True)
 
 
@@ -782,7 +782,7 @@ def test_random_gated_convolutions_in_inference(keywords, activation, norm, last
     args = [torch.randn(shape).to(dtype) for shape in shapes]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (session, replace_causal_convolutions, replace_gated_norms):
+        for module in (early_rewrites, replace_causal_convolutions, replace_gated_norms):
             patch.setattr(module, "has_pointwise_kernels", lambda device: True)
         _, error = inferred(layer, *args, results=found)
     assert error < 8

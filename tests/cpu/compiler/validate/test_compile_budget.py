@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import refold
-from refold.compiler import pipeline, session
+from refold.compiler import pipeline, record
 from refold.compiler.compile_time import inductor_seconds
 from refold.compiler.decisions.store import forget
 from refold.compiler.refusals import REASONS
@@ -79,7 +79,7 @@ def test_such_a_graph_is_remembered_and_replayed(loop, by, tmp_path):
 
 def test_rewrites_of_a_graph_over_the_budget_are_not_judged(monkeypatch):
     """To time them would take Inductor as long as it may take at all."""
-    monkeypatch.setattr(session, "validate_region", None)
+    monkeypatch.setattr(record, "validate_region", None)
     compiled = refold.compile(with_a_scan, strict=True, cache=False, loops="unroll", compile_budget=0.01)
     x = torch.randn(2, 40, 4)
     torch.testing.assert_close(compiled(x), with_a_scan(x), rtol=0, atol=0)

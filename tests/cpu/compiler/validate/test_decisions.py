@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 import refold
-from refold.compiler import replay, session
+from refold.compiler import record, replay, session
 from refold.compiler.decisions import Unnameable, forget, name_program, place, store
 from refold.compiler.decisions.store import Store, default_folder
 from refold.compiler.refusals import REASONS
@@ -35,17 +35,17 @@ def judged(monkeypatch):
     """Count what is judged, raced and compared."""
     counts = {"validate_region": 0, "choose_program": 0}
 
-    def counting(name):
-        real = getattr(session, name)
+    def counting(module, name):
+        real = getattr(module, name)
 
         def run(*args):
             counts[name] += 1
             return real(*args)
 
-        monkeypatch.setattr(session, name, run)
+        monkeypatch.setattr(module, name, run)
 
-    for name in counts:
-        counting(name)
+    counting(record, "validate_region")
+    counting(session, "choose_program")
     return counts
 
 
@@ -479,14 +479,14 @@ def test_a_plan_that_does_not_fit(monkeypatch):
 def test_a_plan_does_not_switch_off_the_check(monkeypatch):
     compiled = refold.compile(scores, cache=False, accept="always", strict=True)
     compiled(*pair())
-    real = session.validate_region
+    real = record.validate_region
 
     def doubtful(*args):
         verdict = real(*args)
         verdict.reason = "not equal to the original: planted"
         return verdict
 
-    monkeypatch.setattr(session, "validate_region", doubtful)
+    monkeypatch.setattr(record, "validate_region", doubtful)
     with pytest.warns(RefoldWarning, match="not equal to the original: planted"):
         _, graph = with_plan(scores, compiled.report, *pair(), accept="always", cache=False)
     assert graph.chosen == "inductor"

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 import refold
-from refold.compiler import pipeline, session
+from refold.compiler import pipeline, record
 from refold.compiler.ir import dispatch
 from refold.compiler.ir.dispatch import Impossible, Random, Recording, in_dtype
 from refold.compiler.refusals import REASONS
@@ -43,7 +43,7 @@ def planted(monkeypatch):
 
         honest = pipeline.run
         monkeypatch.setattr(pipeline, "run", wrong)
-        monkeypatch.setattr(session, "validate_region", lambda *args: Judgement())
+        monkeypatch.setattr(record, "validate_region", lambda *args: Judgement())
 
     return plant
 
