@@ -8,7 +8,7 @@ import transformers
 from transformers import DynamicCache
 
 import refold
-from refold.compiler import pipeline, session
+from refold.compiler import early_rewrites, pipeline, session
 from refold.compiler.dynamo import captures_loops
 from refold.compiler.inductor import show_graph
 from refold.compiler.passes import replace_causal_convolutions, replace_gated_norms
@@ -290,7 +290,7 @@ MIXERS = {  # the scan of a mixer, and whether a gated norm follows it
 @few("name", list(MIXERS), ["mamba", "mamba2", "falcon_h1"])
 def test_inference_on_a_gpu_is_made_of_operators(name, monkeypatch):
     """The scan of a Mamba-2 layer reads parts of what the convolution wrote, as they lie in memory."""
-    for module in (session, replace_causal_convolutions, replace_gated_norms):
+    for module in (early_rewrites, replace_causal_convolutions, replace_gated_norms):
         monkeypatch.setattr(module, "has_pointwise_kernels", lambda device: True)
     modules = families.make(name).modules()
     mixer = next(x for x in modules if hasattr(x, "conv1d") and hasattr(x, "in_proj")).bfloat16()
