@@ -425,7 +425,8 @@ class Choices(torch.nn.Module):
 
     def __init__(self, width, way="auto"):
         super().__init__()
-        self.linear, self.way = torch.nn.Linear(width, width), way
+        self.linear = torch.nn.Linear(width, width)
+        self.way = way
 
     def forward(self, x):
         way = self.way

@@ -36,6 +36,7 @@ class Case:
     def __init__(self, docket: Docket, sides: Sides):
         self.docket, self.sides = docket, sides
         self.numbers = NumberChecks(docket, sides)
+        self._empty: list[Call] = []
         self._aliases: list[Any] = []  # what the original's results share memory with
 
     def round(
@@ -102,12 +103,16 @@ class Case:
         return True
 
     def refused(self, call: Call) -> bool:
+        """Keep empty inputs that the original refuses for the end: an error may leave a program in disorder."""
+        self._empty += [] if all(t.numel() for t in call.tensors) else [call]
+        return False
+
+    def outside(self) -> None:
         """Count what runs for empty inputs that the original refuses: any result is as good as another there."""
-        with contextlib.suppress(Raised):
-            if self.sides.cover is not None and not all(t.numel() for t in call.tensors):
+        for call in self._empty:
+            with contextlib.suppress(Raised):
                 self.sides.ask(call)
                 self.compared()
-        return False
 
     def agrees(self, call: Call) -> bool | None:
         """Say whether the candidate gives what the original gives; None if the original refuses the call."""

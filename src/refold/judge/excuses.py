@@ -135,7 +135,8 @@ class Excuses:
     def _bind(self, name: str, module: str = "") -> None:
         self._bound[name] += 1
         self._made |= set() if module else {name}
-        self._imported[name] = module if self._bound[name] == 1 else ""
+        same = self._imported.get(name, module).split(".")[0] == module.split(".")[0]  # it may be imported twice
+        self._imported[name] = module if same and name not in self._made else ""
 
     def _attribute(self, parent: ast.AST, node: ast.Attribute, function: Function, owner: Class) -> None:
         self.names[node.attr] += 1
@@ -329,7 +330,8 @@ class Excuses:
     def _stores(self, name: str, owner: Class, seen: frozenset[str]) -> list[tuple[ast.expr, Function, Class]]:
         """List what is stored in an attribute, if that is done where modules of a class are made and nowhere else."""
         stores = self._stored.get(name, [])
-        within = all(v is not None and f is not None and f.name == "__init__" and _same(c, owner) for v, f, c in stores)
+        named = [] if owner is None else [owner.name, *map(ast.unparse, owner.bases)]  # also of what it inherits from
+        within = all(v is not None and c is not None and c.name in named and f.name == "__init__" for v, f, c in stores)
         hidden = self._dynamic or name in seen or name in self.strings
         return [] if hidden or not within else stores  # type: ignore[return-value]
 

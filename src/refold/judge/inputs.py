@@ -32,11 +32,7 @@ def _below(n: int, g: torch.Generator) -> int:
 
 
 def _one_in_each_row(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    return (
-        _normal(x, g) * (torch.arange(x.shape[-1]) == _below(x.shape[-1], g))
-        if x.numel() and x.dim()
-        else _normal(x, g)
-    )
+    return _normal(x, g) * (torch.arange(x.shape[-1]) == _below(x.shape[-1], g) if x.numel() and x.dim() else 1)
 
 
 def _constant(axis: int) -> Kind:
@@ -229,8 +225,7 @@ def constants(tree: Any) -> tuple[list[Any], list[Any]]:
 def _other_numbers(value: Any) -> list[Any]:
     if isinstance(value, int):
         return [not value] if isinstance(value, bool) else [value + 1, value - 1]
-    finite = isinstance(value, float) and math.isfinite(value)
-    return [1.5 * value + 0.25, -value - 0.25, 4 * value + 2] if finite else []
+    return [1.5 * value + 0.25, -value - 0.25, 4 * value + 2] if isinstance(value, float) else []
 
 
 def lengths(tree: Any) -> Iterator[Any]:

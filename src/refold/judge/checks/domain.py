@@ -85,10 +85,8 @@ def arguments(case: Case) -> None:
     sides, compare = case.sides, case.unless_refused
     call = sides.call(sides.drawn("normal", "constants"))
     numbers, stay = inputs.constants(sides.tree)
-    for tree in numbers:
-        elsewhere(case, "another number", call.tensors, "not for other numbers as arguments", tree)
-    for tree in inputs.lengths(sides.tree):
-        elsewhere(case, "a list of another length", call.tensors, "not for lists of other lengths", tree)
+    for tree in (*numbers, *inputs.lengths(sides.tree)):
+        elsewhere(case, "another number or length", call.tensors, "not for other numbers or lengths of lists", tree)
     if stay:
         said = f"the arguments {', '.join(map(repr, stay))} were the same in all calls; other values were not tried"
         case.docket.note(said)

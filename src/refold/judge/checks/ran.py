@@ -43,6 +43,7 @@ def everything(case: Case) -> None:
             try:
                 for way in WAYS:
                     way(double)
+                double.outside()
             finally:
                 docket.level = level
         if cover.forged:
