@@ -331,7 +331,7 @@ class Excuses:
         """List what is stored in an attribute, if that is done where modules of a class are made and nowhere else."""
         stores = self._stored.get(name, [])
         named = [] if owner is None else [owner.name, *map(ast.unparse, owner.bases)]  # also of what it inherits from
-        within = all(v is not None and c is not None and c.name in named and f.name == "__init__" for v, f, c in stores)
+        within = all(v and f and c and f.name == "__init__" and c.name in named for v, f, c in stores)
         hidden = self._dynamic or name in seen or name in self.strings
         return [] if hidden or not within else stores  # type: ignore[return-value]
 
