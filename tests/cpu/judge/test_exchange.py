@@ -115,7 +115,7 @@ def test_a_solution_that_ignores_a_whole_number_is_found_out(nursery, tmp_path):
         "reference": "def run(x, weight, eps):\n    return x * eps",
     }
     options = {"nursery": nursery, "level": "quick", "accept": "right", "threads": 1}
-    for result, outcomes in (("x * eps", ["accepted"] * 2), ("x.clone()", ["accepted", "refused"])):
+    for result, outcomes in (("x * eps", ["accepted"] * 2), ("x.clone()", ["refused"])):
         solution = _solution(sources={"main.py": f"def fast(x, weight, eps):\n    return {result}"})
         found = judge_solution(*_files(tmp_path, solution, definition), **options)
         assert [verdict.outcome for verdict, _ in found] == outcomes
