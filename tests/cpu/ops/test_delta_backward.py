@@ -10,6 +10,9 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_triton_interpreted, in a process of its own", allow_module_level=True)
 
+import torch
+
+from refold.ops import delta_rule
 from refold.ops.delta_rule.tables import BACKWARD
 from refold.ops.spec import load
 from refold.ops.testing import check, problem
@@ -59,3 +62,21 @@ def test_cuts_mark_the_same_gradients(name):
     case = CASES[name]
     sizes = case.sizes | {"b": 1, "t": 35, "h": 1, "g": 1, "p": 18, "n": 17}
     check("nonfinite_gradients", problem(SPEC, replace(case, sizes=sizes)), "triton")
+
+
+@pytest.mark.parametrize("axes", ["bth", "bthn"])
+@pytest.mark.parametrize("limit", [None, -5.0])
+def test_a_bias_with_gaps(axes, limit):
+    """A column of parameters: its stride is not one."""
+    torch.manual_seed(0)
+    sizes = {"b": 1, "t": 20, "g": 1, "h": 2, "n": 16}
+    shapes = {"q": "btgn", "k": "btgn", "v": "bthn", "g": axes, "beta": "bth", "A_log": "h"}
+    given = {name: torch.randn([sizes[axis] for axis in shape]) for name, shape in shapes.items()}
+    given["dt_bias"] = torch.randn(2, 2)[:, 1]
+    results = []
+    for backend in ("triton", "torch"):
+        leaves = {name: array.detach().requires_grad_() for name, array in given.items()}
+        y, _ = delta_rule(**leaves, normalize=True, beta_limit=2.0, lower_bound=limit, backend=backend)
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))])
+    for ours, truth in zip(*results, strict=True):
+        assert (ours - truth).norm() <= 1e-5 * truth.norm()

@@ -1,6 +1,6 @@
 """The delta rule's backward pass on GPUs with Triton: plans the launches of `_triton_backward_kernels`.
 
-What comes before the recurrence is computed and differentiated by `_prologue` in torch, but for keys of length one.
+Where not all that is read is erased, `_prologue` computes in torch what comes before the recurrence.
 """
 
 from __future__ import annotations
@@ -15,8 +15,19 @@ import triton
 from refold.ops.delta_rule import _torch
 from refold.ops.delta_rule import _triton_backward_kernels as kernels
 from refold.ops.delta_rule import _triton_kernels as forward
-from refold.ops.delta_rule._prologue import log_decay, log_decay_gradient, strength, strength_gradient
-from refold.ops.delta_rule._triton_forward import ChunkPlan, cut, hopper_fits, in_gluon, precisions, strides, tile_view
+from refold.ops.delta_rule._prologue import log_decay, strength
+from refold.ops.delta_rule._triton_forward import (
+    ChunkPlan,
+    bias_strides,
+    cut,
+    gate_kind,
+    hopper_fits,
+    in_gluon,
+    precisions,
+    strength_kind,
+    strides,
+    tile_view,
+)
 from refold.ops.delta_rule.spec import SPEC
 from refold.ops.delta_rule.tables import BACKWARD
 from refold.ops.torch import chunks as torch_chunks
@@ -28,7 +39,7 @@ from refold.ops.torch.tables import device_limits, lookup
 
 @planned(
     SPEC, backward=True, dy=last_contiguous, dstate=contiguous, q=last_contiguous, k=last_contiguous,
-    v=last_contiguous, r=last_contiguous, A_log=contiguous, cu_seqlens=contiguous,
+    v=last_contiguous, r=last_contiguous, A_log=contiguous, dt_bias=contiguous, cu_seqlens=contiguous,
 )  # fmt: skip
 def delta_rule_backward(
     *, lower_bound: float | None, beta_limit: float | None, normalize: bool, erase: bool, **options: Any
@@ -44,33 +55,32 @@ def delta_rule_backward(
             return _of_torch(lower_bound=lower_bound, beta_limit=beta_limit, normalize=normalize, erase=erase,
                              scale=options["scale"], chunk_size=options["chunk_size"])  # fmt: skip
     more = {name: options.get(name) for name in ("scale", "chunk_size", "config")}
+    limits: dict[str, Any] = {"lower_bound": lower_bound, "beta_limit": beta_limit}
+    more |= limits if erase else dict.fromkeys(limits)
     plan: Backward | None = None
+    gates: Gates | None = None
 
     def run(dy, dstate, q, k, v, g, beta, r, A_log, dt_bias, initial, cu_seqlens):
-        nonlocal plan
+        nonlocal plan, gates
         dy = torch.zeros_like(v) if dy is None else dy  # the final state alone was read
-        log = None if g is None else log_decay(g, A_log, dt_bias, lower_bound)
-        strengths = None if beta is None else strength(beta, beta_limit)
         spoiled: dict[str, torch.Tensor] = {}
-        read: tuple[torch.Tensor | None, ...]
-        if erase:
-            read = (q, k, v, None if log is None else contiguous(log.view(g.shape)), strengths, r, initial)
-        else:
+        operands = [q, k, v, g, beta, r, initial, cu_seqlens, A_log, dt_bias]
+        if not erase:
+            log = None if g is None else log_decay(g, A_log, dt_bias, lower_bound)
+            strengths = None if beta is None else strength(beta, beta_limit)
             chunks = torch_chunks.Chunks("delta_rule", v.shape[1], v.shape[0], max(1, v.shape[1]), cu_seqlens)
             scan = _torch.Scan(q, k, v, r, strengths, log, initial, erase, 1.0, chunks)
             spoiled, read = _of_bad_values(scan, dy, dstate, normalize)
             dy, dstate = (None if a is None else zeros_for_bad(a).contiguous() for a in (dy, dstate))
-        operands = [*(None if a is None else last_contiguous(a) for a in read), cu_seqlens]
-        if plan is None:
+            operands = [*(None if a is None else last_contiguous(a) for a in read), cu_seqlens, None, None]
+        if plan is None or gates is None:
             plan = Backward(dy, *operands, normalize=normalize, erase=erase, **more)
+            gates = Gates(v, g, beta, A_log, dt_bias, plan.slices, **limits)
         grads = plan(dy, dstate, *operands)
         for name in grads.keys() & spoiled.keys():
-            grads[name].masked_fill_(spoiled[name], math.nan)
-        if g is not None:
-            grads |= log_decay_gradient(grads.pop("g"), g, A_log, dt_bias, lower_bound)
-        if beta is not None:
-            grads["beta"] = strength_gradient(grads["beta"], beta, beta_limit)
-        return grads
+            mask = spoiled[name]
+            grads[name].masked_fill_(mask[..., None] if name == "beta" else mask, math.nan)
+        return gates(grads, g, beta, A_log, dt_bias)
 
     return run
 
@@ -101,6 +111,58 @@ def _of_torch(**options: Any) -> Callable[..., dict[str, torch.Tensor]]:
     return run
 
 
+class Gates:
+    """How gradients of log decays and strengths become those of the gates that they came from.
+
+    Log decays have the gradient (b, t, h, 1 or n), strengths (b, t, h, slices), of which the sum is meant.
+    """
+
+    def __init__(
+        self, v, g, beta, A_log, dt_bias, slices: int, *, lower_bound: float | None, beta_limit: float | None
+    ) -> None:
+        batch, seqlen, nheads, _ = v.shape
+        nkeys = g.shape[3] if g is not None and g.ndim == 4 else 1
+        gate, strength = gate_kind(A_log, lower_bound), strength_kind(beta, beta_limit)
+        self.device = v.device
+        block_n = triton.next_power_of_2(nkeys)
+        block_t = min(1024, max(1, 4096 // block_n))
+        blocks = triton.cdiv(batch * seqlen, block_t)
+        self.launch = Launch(
+            kernels._delta_bwd_gates_kernel, (blocks, nheads),
+            {"BLOCK_T": block_t, "BLOCK_N": block_n, "SLICES": slices, "GATE": gate, "BETA": strength},
+            {"num_warps": 4},
+        )  # fmt: skip
+        g_strides = (*strides(g, 3), g.stride(3) if nkeys > 1 else 0) if g is not None else (0,) * 4
+        self.ints = (
+            batch * seqlen, seqlen, nheads, nkeys, float(lower_bound or 0.0), float(beta_limit or 0.0), *g_strides,
+            *bias_strides(dt_bias), *strides(beta, 3),
+        )  # fmt: skip
+        shaped = g is not None and (gate != "log" or dt_bias is not None)
+        self.made = (
+            fresh_like(g) if shaped else None,
+            fresh_like(beta) if beta is not None and (beta_limit is not None or slices > 1) else None,
+            None if A_log is None else fresh((blocks, nheads), torch.float32, v.device),
+            None if dt_bias is None else fresh((blocks, nheads, nkeys), torch.float32, v.device),
+        )  # fmt: skip
+
+    def __call__(self, grads: dict[str, torch.Tensor], g, beta, A_log, dt_bias) -> dict[str, torch.Tensor]:
+        """Launch."""
+        dlog, dstrength = grads.get("g"), grads.get("beta")
+        dg, dbeta, dA, dbias = (None if make is None else make() for make in self.made)
+        if dg is not None or dbeta is not None:
+            self.launch(current_stream(self.device), None if dg is None else g, A_log, dt_bias,
+                        None if dbeta is None else beta, dlog, dstrength, dg, dbeta, dA, dbias, *self.ints)  # fmt: skip
+        if dlog is not None:
+            grads["g"] = dlog.view(g.shape) if dg is None else dg
+        if dstrength is not None:
+            grads["beta"] = dstrength.view(beta.shape) if dbeta is None else dbeta
+        if dA is not None:
+            grads["A_log"] = dA.sum(0)
+        if dbias is not None:
+            grads["dt_bias"] = dbias.sum(0 if dt_bias.ndim == 2 else (0, 2))
+        return grads
+
+
 class Backward:
     """How one combination of shapes, strides, dtypes and options runs backward."""
 
@@ -109,13 +171,13 @@ class Backward:
     own: Launch
 
     def __init__(
-        self, dy, q, k, v, g, beta, r, initial_state, cu_seqlens, *, scale, normalize, erase, chunk_size, config
-    ) -> None:
+        self, dy, q, k, v, g, beta, r, initial_state, cu_seqlens, A_log, dt_bias, *, scale, normalize, erase,
+        chunk_size, config, lower_bound, beta_limit,
+    ) -> None:  # fmt: skip
         config = lookup(BACKWARD, v.device, v.dtype) | (config or {})
-        self.chunks = chunks = ChunkPlan(
-            q, k, v, g, beta, r, None, None, cu_seqlens, scale, normalize, None, None, erase, chunk_size, config
-        )
-        self.keyed, self.erase = chunks.keyed, erase
+        self.chunks = chunks = ChunkPlan(q, k, v, g, beta, r, A_log, dt_bias, cu_seqlens, scale, normalize, lower_bound,
+                                         beta_limit, erase, chunk_size, config)  # fmt: skip
+        self.keyed, self.erase, self.slices = chunks.keyed, erase, 1
         batch, seqlen, nheads, nvalues = v.shape
         ngroups, nkeys = q.shape[2:]
         chunk, nseqs, nslots = chunks.chunk, chunks.nseqs, chunks.nslots
@@ -137,7 +199,9 @@ class Backward:
 
         self.ints = (seqlen, chunks.nchunks, nseqs, *sizes)
         self.scale = nkeys**-0.5 if scale is None else scale
+        self.lower, self.gate = float(lower_bound or 0.0), gate_kind(A_log, lower_bound)
         self._plan_pairs(config, q, k, v, tiles, dy, normalize, erase)
+        self.strides += (*strides(g, 4 if chunks.keyed else 3), *(() if chunks.keyed else (0,)), *bias_strides(dt_bias))
         self.new_dg = fresh((batch, seqlen, nheads, nkeys if chunks.keyed else 1), torch.float32, v.device)
         self.new_states = fresh((2, cells * nvalues, nkeys), v.dtype, v.device)
         self.new_values = fresh((2, cells * chunk, nvalues), v.dtype, v.device)
@@ -159,10 +223,10 @@ class Backward:
         precision, _ = precisions(v.dtype, chunks.chunk, block_n, block_p)
         blocks_p = triton.cdiv(nvalues, block_p)
         consts = {"CHUNK": chunks.chunk, "BLOCK_N": block_n, "BLOCK_P": block_p, "BLOCKS_P": blocks_p,
-                  "VARLEN": chunks.varlen, "PRECISION": precision}  # fmt: skip
+                  "GATE": self.gate, "VARLEN": chunks.varlen, "PRECISION": precision}  # fmt: skip
         careful = [{"CAREFUL": careful} for careful in ((False, True) if erase else (False,))]
         if chunks.keyed:
-            slices = triton.cdiv(nkeys, block_n)
+            self.slices = slices = triton.cdiv(nkeys, block_n)
             consts |= {"LEVELS": chunks.chunk.bit_length() - 1, "ERASE": erase}
             options = {"num_warps": config["keyed_pairs_warps"], "num_stages": config["pairs_stages"]}
             self.pairs = [Launch(kernels._delta_bwd_keyed_kernel, (nslots, nheads, slices),
@@ -181,7 +245,7 @@ class Backward:
         options = {"num_warps": config["pairs_warps"], "num_stages": config["pairs_stages"]}
         self.pairs = [Launch(kernels._delta_bwd_pairs_kernel, (nslots, ngroups), consts | {"ERASE": erase} | c, options)
                       for c in careful]  # fmt: skip
-        self.new_dbeta = fresh((batch, seqlen, nheads), torch.float32, device)
+        self.new_dbeta = fresh((batch, seqlen, nheads, 1), torch.float32, device)
         self.new_flags = fresh((nslots * ngroups,), torch.int32, device)
         self.hopper = bool(config["hopper_pairs"] and chunks.hopper and erase and not chunks.varlen
                            and 64 < nkeys <= 128 and nvalues <= 128 and hopper_fits(q, k, v, dy)
@@ -284,13 +348,13 @@ class Backward:
         self.new_before = fresh((cells * nvalues, nkeys), torch.float32, device)
 
     def __call__(
-        self, dy, dstate, q, k, v, g, beta, r, initial, cu_seqlens
+        self, dy, dstate, q, k, v, g, beta, r, initial, cu_seqlens, A_log, dt_bias
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Launch."""
         stream = current_stream(v.device)
         X, more = self.chunks.new_T(), self.chunks.new_more()
         q_tile, r_tile, k_tile, T, P, rows, decay, c = self.chunks(
-            stream, q, k, g, beta, r, None, None, cu_seqlens, X, more
+            stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens, X, more
         )
         entering, leaving = self.new_states()
         u, w = self.new_values()
@@ -336,19 +400,19 @@ class Backward:
             dq_part, dk_part = self.new_part(), self.new_part()
             read_part = self.new_part() if dr is None and self.erase else dr
             for pairs in self.pairs:
-                pairs(stream, q, r, k, v, g, dy, c, more, entering, leaving, u, w, cu_seqlens, flags, dq_part, dk_part,
-                      read_part, dgq, dg, dbeta, *self.ints, *self.strides)  # fmt: skip
+                pairs(stream, q, r, k, v, g, A_log, dt_bias, dy, c, more, entering, leaving, u, w, cu_seqlens, flags,
+                      dq_part, dk_part, read_part, dgq, dg, dbeta, *self.ints, self.lower, *self.strides)  # fmt: skip
             finish_q, finish_k = self.finish
             finish_q(stream, dq_part, q, grads["q"], *self.finish_ints, self.scale, *q.stride()[:3])
             finish_k(stream, dk_part, k, grads["k"], *self.finish_ints, 1.0, *k.stride()[:3])
-            dbeta = None if dbeta is None else dbeta.sum(-1)
         else:
             if self.hopper:
                 self.pairs_hopper(stream, q, k, v, dy, u, w, entering, leaving, grads["q"], grads["k"], more, dg, dbeta,
                                   flags, *self.hopper_ints)  # fmt: skip
             for pairs in self.pairs:
-                pairs(stream, q, r, k, v, g, dy, P, rows, more, entering, leaving, u, w, cu_seqlens, flags, grads["q"],
-                      dgq, grads["k"], dr, dg, dbeta, *self.ints, self.scale, *self.strides)  # fmt: skip
+                pairs(stream, q, r, k, v, g, A_log, dt_bias, dy, P, rows, more, entering, leaving, u, w, cu_seqlens,
+                      flags, grads["q"], dgq, grads["k"], dr, dg, dbeta, *self.ints, self.scale, self.lower,
+                      *self.strides)  # fmt: skip
         if dr is not None:
             grads["r"] = dr
         if dg is not None:

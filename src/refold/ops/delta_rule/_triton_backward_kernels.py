@@ -10,6 +10,7 @@ X = (I + diag(beta) M)⁻¹ with M = strict(R Kᵀ) ∘ e^(c_i - c_j). Then
             dQ = e^c (dY Sᵀ) + (A ∘ e^(c_i - c_j)) K, ...
     keyed   the same with a decay per key, per chunk, head and slice of keys: level by level, as in `prepare_keyed`
     finish  adds the heads of a group, always in the same order
+    gates   goes back to gates and strengths as they were given
 
 `pass` joins segments: that of the forward pass, with transposed maps, from the last segment to the first.
 
@@ -30,8 +31,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.delta_rule._triton_kernels import diagonal, row_norm, slot_span, span
-from refold.ops.triton.math import dot, exp2
+from refold.ops.delta_rule._triton_kernels import diagonal, log_decay, row_norm, share, slot_span, span
+from refold.ops.triton.math import dot, exp2, softplus
 
 
 @triton.jit
@@ -303,9 +304,30 @@ def _spoiled(q, k, r, g, beta, dy, v, u, w, entering, leaving):
 
 
 @triton.jit
-def _bad_decays(g_ptr, at, mask):
+def _load_gates(rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_n, stride_bias_h, stride_bias_n):
+    """Return the gates of a head, (tokens, keys), the log of its rate, and biases, (1, keys)."""
+    A = 0.0
+    bias = offs_n * 0.0
+    if A_ptr is not None:
+        A = tl.load(A_ptr + pid_h).to(tl.float32)
+    if bias_ptr is not None:
+        bias_at = bias_ptr + pid_h * stride_bias_h + offs_n * stride_bias_n
+        bias = tl.load(bias_at, mask=mask_n, other=0.0).to(tl.float32)
+    mask = inside[:, None] & mask_n[None, :]
+    g = tl.load(rows[:, None] + offs_n[None, :] * stride_n, mask=mask, other=0.0)
+    return g.to(tl.float32), A, bias[None, :]
+
+
+@triton.jit
+def _bad_decays(
+    rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_n, stride_bias_h, stride_bias_n, lower,
+    GATE: tl.constexpr,
+):  # fmt: skip
     """1 where a log decay is not finite; one of -inf is a decay of zero."""
-    return tl.where(tl.load(g_ptr + at, mask=mask, other=0.0) < float("inf"), 0, 1)
+    g, A, bias = _load_gates(rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_n, stride_bias_h,
+                             stride_bias_n)  # fmt: skip
+    mask = inside[:, None] & mask_n[None, :]
+    return tl.where(mask, tl.where(log_decay(g, A, bias, lower, GATE) < float("inf"), 0, 1), 0)
 
 
 @triton.jit
@@ -394,13 +416,14 @@ def _queries(
 
 @triton.jit
 def _keys(
-    q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
-    flags_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
-    slot, pid_g, batch, start, length, flag, seqlen, nheads, ngroups, nkeys, nvalues,
+    q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, A_ptr, bias_ptr, dy_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr,
+    W_ptr, flags_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
+    slot, pid_g, batch, start, length, flag, seqlen, nheads, ngroups, nkeys, nvalues, lower,
     stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
     stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    NORMALIZE: tl.constexpr, ERASE: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    stride_g_b, stride_g_t, stride_g_h, stride_g_n, stride_bias_h, stride_bias_n,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, NORMALIZE: tl.constexpr,
+    ERASE: tl.constexpr, GATE: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Write all other gradients but that of v, after `_queries`, and raise its flag for them."""
     heads = nheads // ngroups
@@ -495,7 +518,10 @@ def _keys(
                 bad_r = _bad(tl.load(r_at, mask=mask_tn, other=0.0))
             bad_g = tl.zeros((CHUNK, 1), tl.int32)
             if g_ptr is not None:
-                bad_g = _bad_decays(g_ptr, token, inside)[:, None]
+                g_rows = g_ptr + batch * stride_g_b + (start + offs_t) * stride_g_t + pid_h.to(tl.int64) * stride_g_h
+                one = tl.arange(0, 1)
+                bad_g = _bad_decays(g_rows, A_ptr, bias_ptr, pid_h, inside, one, one == 0, stride_g_n, stride_bias_h,
+                                    stride_bias_n, lower, GATE)  # fmt: skip
             _, bad_k, bad_r, bad_g, bad_beta = _spoiled(
                 bad_q, bad_k, bad_r, bad_g, _bad(tl.load(more + offs_t)),
                 _bad_rows(dy_rows, stride_dy_t, inside, nvalues, BLOCK_P, BLOCKS_P),
@@ -538,13 +564,14 @@ def _store_gradient(ptr, gradient, tile, first, pid_g, ngroups, nkeys, inside, N
 
 @triton.jit
 def _delta_bwd_pairs_kernel(
-    q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, P_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
-    cu_seqlens_ptr, flags_ptr, dq_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
-    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues, scale,
+    q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, A_ptr, bias_ptr, dy_ptr, P_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr,
+    u_ptr, W_ptr, cu_seqlens_ptr, flags_ptr, dq_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
+    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues, scale, lower,
     stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
     stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    NORMALIZE: tl.constexpr, ERASE: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    stride_g_b, stride_g_t, stride_g_h, stride_g_n, stride_bias_h, stride_bias_n,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, NORMALIZE: tl.constexpr,
+    ERASE: tl.constexpr, GATE: tl.constexpr, TWO: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Grid (slots, groups): a program goes twice over the heads of a group, for queries and for keys.
@@ -570,24 +597,27 @@ def _delta_bwd_pairs_kernel(
     )  # fmt: skip
     tl.debug_barrier()  # the second reads what the first wrote
     _keys(
-        q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
-        flags_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
-        slot, pid_g, batch, start, length, flag, seqlen, nheads, ngroups, nkeys, nvalues,
+        q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, A_ptr, bias_ptr, dy_ptr, rows_ptr, more_ptr, entering_ptr, leaving_ptr,
+        u_ptr, W_ptr, flags_ptr, dgq_ptr, dk_ptr, dr_ptr, dg_ptr, dbeta_ptr,
+        slot, pid_g, batch, start, length, flag, seqlen, nheads, ngroups, nkeys, nvalues, lower,
         stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
         stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
-        CHUNK, BLOCK_N, BLOCK_P, BLOCKS_P, NORMALIZE, ERASE, TWO, PRECISION, CAREFUL,
+        stride_g_b, stride_g_t, stride_g_h, stride_g_n, stride_bias_h, stride_bias_n,
+        CHUNK, BLOCK_N, BLOCK_P, BLOCKS_P, NORMALIZE, ERASE, GATE, TWO, PRECISION, CAREFUL,
     )  # fmt: skip
 
 
 @triton.jit
 def _delta_bwd_keyed_kernel(
-    q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, dy_ptr, c_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr, W_ptr,
-    cu_seqlens_ptr, flags_ptr, dq_ptr, dk_ptr, dr_ptr, dgq_ptr, dg_ptr, dbeta_ptr,
-    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues,
+    q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, A_ptr, bias_ptr, dy_ptr, c_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr,
+    W_ptr, cu_seqlens_ptr, flags_ptr, dq_ptr, dk_ptr, dr_ptr, dgq_ptr, dg_ptr, dbeta_ptr,
+    seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues, lower,
     stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
     stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
+    stride_g_b, stride_g_t, stride_g_h, stride_g_n, stride_bias_h, stride_bias_n,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr,
-    LATER: tl.constexpr, ERASE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    LATER: tl.constexpr, ERASE: tl.constexpr, GATE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Grid (slots, heads, slices of keys): a program writes gradients of BLOCK_N keys of a head.
 
@@ -704,8 +734,11 @@ def _delta_bwd_keyed_kernel(
         bad_r = bad_k
         if r_ptr is not None:
             bad_r = _bad(tl.load(r_at, mask=mask_tn, other=0.0))
+        g_rows = g_ptr + batch * stride_g_b + (start + offs_t) * stride_g_t + pid_h.to(tl.int64) * stride_g_h
+        bad_g = _bad_decays(g_rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_g_n, stride_bias_h,
+                            stride_bias_n, lower, GATE)  # fmt: skip
         bad_q, bad_k, bad_r, bad_g, bad_beta = _spoiled(
-            bad_q, bad_k, bad_r, _bad_decays(g_ptr, at, mask_tn), _bad(tl.load(more)),
+            bad_q, bad_k, bad_r, bad_g, _bad(tl.load(more)),
             _bad_rows(dy_rows, stride_dy_t, inside, nvalues, BLOCK_P, BLOCKS_P),
             _bad_rows(v_rows, stride_v_t, inside, nvalues, BLOCK_P, BLOCKS_P),
             _bad_rows(u_rows, nvalues, inside, nvalues, BLOCK_P, BLOCKS_P),
@@ -764,3 +797,61 @@ def _delta_bwd_finish_kernel(
     x = tl.load(x_rows[:, None] + offs_n[None, :], mask=mask, other=0.0)
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     _store_gradient(dx_ptr, total * scale, x, first, pid_g, ngroups, nkeys, token < tokens, NORMALIZE)
+
+
+@triton.jit
+def _delta_bwd_gates_kernel(
+    g_ptr, A_ptr, bias_ptr, beta_ptr, dlog_ptr, dstrength_ptr, dg_ptr, dbeta_ptr, dA_ptr, dbias_ptr,
+    tokens, seqlen, nheads, nkeys, lower, beta_limit, stride_g_b, stride_g_t, stride_g_h, stride_g_n,
+    stride_bias_h, stride_bias_n, stride_beta_b, stride_beta_t, stride_beta_h,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of tokens, heads): a program writes gradients of gates from those of log decays, and of strengths.
+
+    ``dlog`` is (tokens, heads, keys or 1), ``dstrength`` (tokens, heads, SLICES), of which the sum is meant. Of the
+    gradients of A_log and dt_bias, it writes the sums over its tokens.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    pid_h = tl.program_id(1)
+    token = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = token < tokens
+    row, time, head = token // seqlen, token % seqlen, pid_h.to(tl.int64)
+    cell = token * nheads + pid_h
+    if g_ptr is not None:
+        offs_n = tl.arange(0, BLOCK_N)
+        mask_n = offs_n < nkeys
+        mask = inside[:, None] & mask_n[None, :]
+        rows = g_ptr + row * stride_g_b + time * stride_g_t + head * stride_g_h
+        g, A, bias = _load_gates(rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_g_n, stride_bias_h,
+                                 stride_bias_n)  # fmt: skip
+        g += bias
+        at = cell[:, None] * nkeys + offs_n[None, :]
+        dg = tl.load(dlog_ptr + at, mask=mask, other=0.0)
+        rate = tl.exp(A)
+        drate = dg
+        if GATE == "softplus":
+            drate = -dg * softplus(g)
+            dg *= -rate * share(g)
+        elif GATE == "bounded":
+            of_limit = share(g)
+            dg *= lower * (of_limit * (1.0 - of_limit))
+        elif GATE == "bounded_A":
+            of_limit = share(rate * g)
+            dg *= lower * (of_limit * (1.0 - of_limit))
+            drate = dg * g
+            dg *= rate
+        tl.store(dg_ptr + at, dg.to(dg_ptr.dtype.element_ty), mask=mask)
+        if dbias_ptr is not None:
+            sums = tl.sum(tl.where(mask, dg, 0.0), axis=0)
+            tl.store(dbias_ptr + (block * nheads + pid_h) * nkeys + offs_n, sums, mask=mask_n)
+        if dA_ptr is not None:
+            tl.store(dA_ptr + block * nheads + pid_h, tl.sum(tl.sum(tl.where(mask, drate * rate, 0.0), axis=1), axis=0))
+    if beta_ptr is not None:
+        dbeta = tl.zeros((BLOCK_T,), tl.float32)
+        for i in tl.static_range(SLICES):
+            dbeta += tl.load(dstrength_ptr + cell * SLICES + i, mask=inside, other=0.0)
+        if BETA == "sigmoid":
+            beta_at = beta_ptr + row * stride_beta_b + time * stride_beta_t + head * stride_beta_h
+            of_limit = share(tl.load(beta_at, mask=inside, other=0.0).to(tl.float32))
+            dbeta *= beta_limit * (of_limit * (1.0 - of_limit))
+        tl.store(dbeta_ptr + cell, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)

@@ -101,9 +101,14 @@ def strides(tensor: torch.Tensor | None, axes: int) -> tuple[int, ...]:
     return (0,) * axes if tensor is None else tensor.stride()[:axes]
 
 
+def bias_strides(dt_bias: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the strides of heads and keys of a bias; that of keys is zero where they share it."""
+    return (*strides(dt_bias, 2), 0)[:2]
+
+
 @planned(
     SPEC, q=last_contiguous, k=last_contiguous, v=last_contiguous, r=last_contiguous, A_log=contiguous,
-    cu_seqlens=contiguous,
+    dt_bias=contiguous, cu_seqlens=contiguous,
 )  # fmt: skip
 def delta_rule(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Plan `refold.ops.delta_rule`; ``config`` overrides entries of the configuration table."""
@@ -148,12 +153,11 @@ class ChunkPlan:
         gate, strength = gate_kind(A_log, lower_bound), strength_kind(beta, beta_limit)
         tiles = (*strides(q, 3), *strides(k, 3), *strides(r, 3))
         if keyed:
-            bias = (0, 0) if dt_bias is None else (dt_bias.stride(0), dt_bias.stride(1) if dt_bias.dim() == 2 else 0)
             self.decay = Launch(
                 kernels._delta_decay_kernel, (nslots, nheads),
                 {"CHUNK": chunk, "BLOCK_N": block_n, "GATE": gate, "VARLEN": varlen}, {"num_warps": 4},
             )  # fmt: skip
-            self.decay_ints = (seqlen, nchunks, nseqs, nheads, nkeys, lower, *g.stride(), *bias)
+            self.decay_ints = (seqlen, nchunks, nseqs, nheads, nkeys, lower, *g.stride(), *bias_strides(dt_bias))
             self.prepare = Launch(kernels._delta_prepare_keyed_kernel, (nslots, nheads), consts | {"BETA": strength},
                                   {"num_warps": config["keyed_warps"]})  # fmt: skip
             self.ints = (*sizes, scale, limit, *tiles, *strides(beta, 3))
@@ -355,11 +359,10 @@ def _plan_step(
     table = lookup(STEP_TABLE, v.device, v.dtype)
     few = "few_" if batch * nheads < table["few"] else ""
     block_p = min(triton.next_power_of_2(nvalues), max(1, table[f"{few}tile"] // block_n))
-    bias = (0, 0) if dt_bias is None else (dt_bias.stride(0), dt_bias.stride(1) if dt_bias.dim() == 2 else 0)
     ints = (
         1 if one else v.shape[1], nheads, q.shape[-2], nkeys, nvalues, nkeys**-0.5 if scale is None else scale,
         float(lower_bound or 0.0), float(beta_limit or 0.0), *of(q), *of(k), *of(r), *of(v), *of(g),
-        g.stride(-1) if keyed else 0, *of(beta), *bias, *state.stride(), *new_strides,
+        g.stride(-1) if keyed else 0, *of(beta), *bias_strides(dt_bias), *state.stride(), *new_strides,
         *of(new_y() if out is None else out), *places.ints(len(v), slot_count),
     )  # fmt: skip
     launch = Launch(

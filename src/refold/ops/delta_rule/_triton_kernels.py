@@ -35,21 +35,21 @@ BF16 = tl.constexpr("widen" if launch.INTERPRETED else "ieee")
 
 
 @triton.jit
-def _share(v):
+def share(v):
     """Compute 1 / (1 + exp(-v)); below -80 it is zero beside anything that it is added to, and of -inf exactly zero."""
     return tl.where(v == float("-inf"), 0.0, sigmoid(tl.where(v < -80.0, -80.0, v)))
 
 
 @triton.jit
-def _log_decay(g, A, bias, lower, GATE: tl.constexpr):
+def log_decay(g, A, bias, lower, GATE: tl.constexpr):
     """Return the log decay of a raw gate: GATE is "log", "softplus", "bounded" or "bounded_A"."""
     g = g.to(tl.float32) + bias
     if GATE == "softplus":
         g = -tl.exp(A) * softplus(g)
     elif GATE == "bounded":
-        g = lower * _share(g)
+        g = lower * share(g)
     elif GATE == "bounded_A":
-        g = lower * _share(tl.exp(A) * g)
+        g = lower * share(tl.exp(A) * g)
     return tl.where(g < FLOOR, FLOOR, g)
 
 
@@ -174,7 +174,7 @@ def _load_beta(beta_ptr, at, inside, beta_limit, BETA: tl.constexpr):
     if BETA != "one":
         beta = tl.load(beta_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if BETA == "sigmoid":
-            beta = tl.where(inside, beta_limit * _share(beta), 0.0)
+            beta = tl.where(inside, beta_limit * share(beta), 0.0)
     finite = _finite(beta)
     return tl.where(finite, beta, 0.0), tl.where(finite, 0.0, float("nan"))
 
@@ -215,7 +215,7 @@ def _delta_gates_kernel(
             bias = tl.load(bias_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
         g_rows = g_ptr + batch * stride_g_b + (start + offs_t[:, None]) * stride_g_t
         g = tl.load(g_rows + offs_h[None, :] * stride_g_h, mask=mask, other=0.0)
-        g = tl.where(mask, _log_decay(g, A[None, :], bias[None, :], lower, GATE), 0.0)
+        g = tl.where(mask, log_decay(g, A[None, :], bias[None, :], lower, GATE), 0.0)
         finite = _finite(g)
         mark = tl.where(finite, 0.0, float("nan"))
         g = tl.where(finite, g, 0.0)
@@ -343,7 +343,7 @@ def _delta_decay_kernel(
         bias = tl.load(bias_ptr + pid_h * stride_bias_h + offs_n * stride_bias_n, mask=mask_n, other=0.0)
     rows = g_ptr + batch * stride_g_b + start * stride_g_t + pid_h * stride_g_h
     g = tl.load(rows + offs_t[:, None] * stride_g_t + offs_n[None, :] * stride_g_n, mask=mask, other=0.0)
-    g, mark = _clean(tl.where(mask, _log_decay(g, A, bias.to(tl.float32)[None, :], lower, GATE), 0.0))
+    g, mark = _clean(tl.where(mask, log_decay(g, A, bias.to(tl.float32)[None, :], lower, GATE), 0.0))
     c = tl.cumsum(g.to(tl.float64) * LOG2E, axis=0)
     row = slot.to(tl.int64) * nheads + pid_h
     at = (row * CHUNK + offs_t[:, None]) * nkeys + offs_n[None, :]
@@ -692,17 +692,17 @@ def _delta_step_kernel(
                     bias_at = bias_ptr + pid_h * stride_bias_h + offs_n * stride_bias_n
                     bias = tl.load(bias_at, mask=mask_n, other=0.0).to(tl.float32)
                 g = tl.load(g_row + offs_n * stride_g_n, mask=mask_n, other=0.0)
-                state *= tl.exp(_log_decay(g, A, bias, lower, GATE))[:, None]
+                state *= tl.exp(log_decay(g, A, bias, lower, GATE))[:, None]
             else:
                 bias = 0.0
                 if bias_ptr is not None:
                     bias = tl.load(bias_ptr + pid_h * stride_bias_h).to(tl.float32)
-                state *= tl.exp(_log_decay(tl.load(g_row), A, bias, lower, GATE))
+                state *= tl.exp(log_decay(tl.load(g_row), A, bias, lower, GATE))
         beta = 1.0
         if BETA != "one":
             beta = tl.load(beta_ptr + row * stride_beta_b + t * stride_beta_t + pid_h * stride_beta_h).to(tl.float32)
             if BETA == "sigmoid":
-                beta = beta_limit * _share(beta)
+                beta = beta_limit * share(beta)
         u = v.to(tl.float32)
         if ERASE:
             r = k
