@@ -73,10 +73,31 @@ def test_a_bias_with_gaps(axes, limit):
     shapes = {"q": "btgn", "k": "btgn", "v": "bthn", "g": axes, "beta": "bth", "A_log": "h"}
     given = {name: torch.randn([sizes[axis] for axis in shape]) for name, shape in shapes.items()}
     given["dt_bias"] = torch.randn(2, 2)[:, 1]
-    results = []
-    for backend in ("triton", "torch"):
-        leaves = {name: array.detach().requires_grad_() for name, array in given.items()}
-        y, _ = delta_rule(**leaves, normalize=True, beta_limit=2.0, lower_bound=limit, backend=backend)
-        results.append([y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))])
-    for ours, truth in zip(*results, strict=True):
+    for ours, truth in zip(*in_both(given, normalize=True, beta_limit=2.0, lower_bound=limit), strict=True):
         assert (ours - truth).norm() <= 1e-5 * truth.norm()
+
+
+def in_both(given, **options):
+    """Return y and all gradients, by the kernels and by torch in float64."""
+    for backend in ("triton", "torch"):
+        leaves = {n: (a.double() if backend == "torch" else a).detach().requires_grad_() for n, a in given.items()}
+        y, _ = delta_rule(**leaves, backend=backend, **options)
+        weights = torch.arange(y.numel()).view_as(y).sin().to(y.dtype)
+        yield [y, *torch.autograd.grad((y * weights).sum(), list(leaves.values()))]
+
+
+@pytest.mark.parametrize("strong", [0.0, -5.0, -30.0, -60.0])
+def test_tokens_of_one_reference(strong):
+    """Sixteen tokens have one, unless their decays are too strong; no gradient of a decay is lost beside others."""
+    torch.manual_seed(0)
+    sizes = {"b": 1, "t": 70, "h": 1, "n": 16}
+    given = {name: torch.randn([sizes[a] for a in "bthn"], dtype=torch.bfloat16) for name in ("q", "k", "v")}
+    given |= {"g": -0.1 * torch.rand([sizes[a] for a in "bthn"]), "beta": torch.rand([sizes[a] for a in "bth"])}
+    given["g"][:, 20:28] = min(strong, -5.0)
+    given["g"][:, 23] = strong
+    ours, truths = in_both(given, normalize=True)
+    for name, found, truth in zip(["y", *given], ours, truths, strict=True):
+        assert (found - truth).norm() <= 2e-2 * truth.norm(), name
+    at = given["g"] < -1.0
+    dg = 1 + list(given).index("g")
+    assert (ours[dg] - truths[dg])[at].norm() <= 5e-2 * truths[dg][at].norm()

@@ -16,7 +16,8 @@ X = (I + diag(beta) M)⁻¹ with M = strict(R Kᵀ) ∘ e^(c_i - c_j). Then
 
 A log decay multiplies whatever goes from before its token to the token or later. Its gradient is the sum of just these
 terms: pairs of tokens around it, what is read from S later, what is written before, and S itself. The shorter form,
-q∘dq + r∘dr - k∘dk summed over later tokens, is a difference of larger numbers.
+q∘dq + r∘dr - k∘dk summed over later tokens, is a difference of larger numbers: it is used inside of 16 tokens alone, of
+the same products of 16-bit factors.
 
 Values that are not finite: the chain writes W and dv with NaN where the definition has it, as the forward chain writes
 U. What goes over pairs multiplies zeros by them, too; it raises a flag, and is done again where a flag is up: values of
@@ -31,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.delta_rule._triton_kernels import diagonal, log_decay, row_norm, share, slot_span, span
+from refold.ops.delta_rule._triton_kernels import NEAR, diagonal, log_decay, row_norm, share, slot_span, span
 from refold.ops.triton.math import dot, exp2, softplus
 
 
@@ -678,55 +679,85 @@ def _delta_bwd_keyed_kernel(
     )  # fmt: skip
 
     # What is between a token and the state before the chunk, or the one after it.
+    r_beta = r_wide * beta[:, None]
     if LATER:
         since = exp2(c.to(tl.float32))
         grad = dy_state * since
         through = q_wide * grad
         if ERASE:
             dr *= -since
-            through += r_wide * dr * beta[:, None]
-            B = (-B).to(dtype)
+            through += r_beta * dr
         A = dy_u
-        other = k_wide
+        grad += diagonal(A)[:, None] * k_wide
     else:
         total = tl.load(c_ptr + (row * CHUNK + CHUNK - 1) * nkeys + offs_n, mask=mask_n, other=0.0)
         grad = u_state * exp2((total[None, :] - c).to(tl.float32))
         through = k_wide * grad
-        if ERASE:
-            B = (-u_w * beta[None, :]).to(dtype)
         A = u_dy
-        other = q_wide
-    dg = dot(tl.where(reaches, 1.0, 0.0).to(dtype), through.to(dtype), None, PRECISION)
-    grad += diagonal(A)[:, None] * other
-    A = A.to(dtype)
+        B = u_w
+        grad += diagonal(A)[:, None] * q_wide
+    apart = offs_t[:, None] ^ offs_t[None, :]  # below 2^i where two tokens are in one block of so many
+    triangle = offs_t[:, None] > offs_t[None, :] if LATER else offs_t[:, None] < offs_t[None, :]
+    ones = tl.where((A == A) | (A != A), 1.0, 0.0).to(dtype)  # in the registers of A, not in shared memory
+    A = tl.where(triangle, A, 0.0).to(dtype)
+    B = tl.where(triangle, -B, 0.0).to(dtype)
+    dg = dot(tl.where(reaches, ones, 0.0).to(dtype), through.to(dtype), None, PRECISION)
 
     # What is between two tokens of the chunk, level by level.
-    for level in range(0, LEVELS):
+    level_0 = slot * 0
+    if dtype == tl.bfloat16:
+        # As in `prepare_keyed`, 16 tokens have one reference. Of the pairs around a token, two sums over later tokens
+        # are the difference: of the same products, so that no rounding but those of float32 is left of it.
+        between = c - tl.load(c_rows + ((offs_t >> 4 << 4) + 8)[:, None] * nkeys, mask=mask_n[None, :], other=0.0)
+        if tl.max(tl.max(tl.abs(between), axis=1), axis=0) < NEAR:
+            grown = exp2(between)
+            q_grown = (q_wide * grown).to(dtype)
+            k_grown = (k_wide * exp2(-between)).to(dtype)
+            near = apart < 16
+            part = dot(tl.where(near, A, 0.0).to(dtype), k_grown if LATER else q_grown, None, PRECISION)
+            if LATER:
+                grad += part * grown
+                through = part * q_grown.to(tl.float32)
+                if ERASE:
+                    part = dot(tl.where(near, B, 0.0).to(dtype), k_grown, None, PRECISION)
+                    dr += part * grown
+                    through += part * (r_beta * grown).to(dtype).to(tl.float32)
+            else:
+                if ERASE:
+                    part = dot(tl.where(near, B, 0.0).to(dtype), (r_beta * grown).to(dtype), part, PRECISION)
+                grad += part * exp2(-between)
+                through = part * -k_grown.to(tl.float32)
+            sums = tl.where(near & (offs_t[None, :] >= offs_t[:, None]), ones, 0.0).to(dtype)
+            high = through.to(dtype)
+            dg = dot(sums, high, dg, PRECISION)
+            dg = dot(sums, (through - high.to(tl.float32)).to(dtype), dg, PRECISION)
+            level_0 += 4
+    for level in range(level_0, LEVELS):
         half = offs_t >> level
         later = half % 2 == 1
         reference = ((half >> 1) * 2 + 1) << level
         between = c - tl.load(c_rows + reference[:, None] * nkeys, mask=mask_n[None, :], other=0.0)
         shrunk = exp2(tl.where(later[:, None], between, -between).to(tl.float32))
+        of_later = tl.where(later[:, None], shrunk, 0.0)
+        of_earlier = tl.where(later[:, None], 0.0, shrunk)
+        pairs = apart < (2 << level)
         if LATER:
-            pairs = later[:, None] & (half[:, None] == half[None, :] + 1)
-        else:
-            pairs = later[None, :] & (half[None, :] == half[:, None] + 1)
-        shrunk_other = (other * shrunk).to(dtype)
-        part = dot(tl.where(pairs, A, 0.0).to(dtype), shrunk_other, None, PRECISION)
-        if LATER:
-            part *= shrunk
+            shrunk_k = (k_wide * of_earlier).to(dtype)
+            part = dot(tl.where(pairs, A, 0.0).to(dtype), shrunk_k, None, PRECISION) * of_later
+            grad += part
             through = q_wide * part
             if ERASE:
-                read = dot(tl.where(pairs, B, 0.0).to(dtype), shrunk_other, None, PRECISION) * shrunk
-                dr += read
-                through += r_wide * read * beta[:, None]
+                part = dot(tl.where(pairs, B, 0.0).to(dtype), shrunk_k, None, PRECISION) * of_later
+                dr += part
+                through += r_beta * part
         else:
+            part = dot(tl.where(pairs, A, 0.0).to(dtype), (q_wide * of_later).to(dtype), None, PRECISION)
             if ERASE:
-                part = dot(tl.where(pairs, B, 0.0).to(dtype), (r_wide * shrunk).to(dtype), part, PRECISION)
-            part *= shrunk
+                part = dot(tl.where(pairs, B, 0.0).to(dtype), (r_beta * of_later).to(dtype), part, PRECISION)
+            part *= of_earlier
+            grad += part
             through = k_wide * part
-        grad += part
-        sums = tl.where(reaches & (half[:, None] == half[None, :]), 1.0, 0.0).to(dtype)
+        sums = tl.where(reaches & (apart < (1 << level)), ones, 0.0).to(dtype)
         dg = dot(sums, through.to(dtype), dg, PRECISION)
     if CAREFUL:
         bad_k = _bad(tl.load(k_at, mask=mask_tn, other=0.0) * tl.load(more + 2 * CHUNK)[:, None])
