@@ -20,7 +20,7 @@ from support.recorder import record
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*"),
-    pytest.mark.rows(3),
+    pytest.mark.rows(6),
 ]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 9}
 SAMPLED = GREEDY | {"do_sample": True}

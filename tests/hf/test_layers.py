@@ -26,7 +26,7 @@ pytestmark = [
         "ignore::FutureWarning:transformers.*",
         "ignore:Dynamo detected a call to a `functools.lru_cache`",  # transformers asks for versions while traced
     ),
-    pytest.mark.rows(3),
+    pytest.mark.rows(6),
 ]
 
 # All sizes distinct; two groups of four heads. Granite and Bamba name them alike.
@@ -169,7 +169,8 @@ def test_cache_decoding_and_mask(name):
     agree(got, expected)
 
 
-@few(("dynamic", "verify"), [(None, "off"), (None, "quick"), (True, "quick")], [(None, "off")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("dynamic", "verify"), [(None, "off"), (None, "quick"), (True, "quick")])
 def test_dynamic_length(dynamic, verify):
     """Symbols for tokens alone, or for all sizes, of which the proofs take three times as long."""
     layer, _ = granite()
@@ -223,6 +224,7 @@ def test_sequential_scan_leaves_its_state_in_a_cache():
     assert scans(compiled.report)
 
 
+@pytest.mark.exhaustive
 def test_sequential_scan_trains():
     layer, _ = mamba1(use_associative_scan=False)
     assert len(scans(trained(layer, 12))) >= 2, "the forward and its backward"

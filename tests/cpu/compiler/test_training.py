@@ -19,10 +19,10 @@ from refold.report import Report
 from support.scans import Described
 from support.tiny_lm import losses
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("checkpointed", "autocast"), [(False, None), (True, torch.bfloat16), (False, torch.bfloat16)])
 def test_loss_curves_without_code_generation(checkpointed, autocast):
     """`test_loss_curve` is checkpointed in float32."""

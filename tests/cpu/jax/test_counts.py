@@ -55,7 +55,7 @@ def compiled(function: Any, *arguments: Any, donated: tuple[int, ...] = ()) -> A
     return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("given", [("float32", 1), ("float32", 4), ("bfloat16", 2)])
 def test_work_of_a_step(name: str, given: tuple[str, int]) -> None:
@@ -94,7 +94,7 @@ def test_parameter_count_of_published_size() -> None:
     assert counts.parameters(PUBLISHED["mamba2"]) == 128_989_632
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("call", ["forward", "step"])
 def test_compiled_size_does_not_grow_with_depth(name: str, call: str) -> None:

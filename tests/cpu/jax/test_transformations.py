@@ -21,7 +21,7 @@ from refold.ops.testing.contract import relative_error
 from refold.ops.testing.problems import Problem
 from support.products import covering, others_exhaustive
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(6)
 
 Arrays = dict[str, jax.Array]
 EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state", "g", "beta", "r", "A_log"})

@@ -71,7 +71,7 @@ def _files(folder, solution, definition=DEFINITION):
     return paths
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     ("solution", "status"),
     [

@@ -24,6 +24,7 @@ import torch
 
 from refold.judge.surroundings import Surroundings, before
 
+pytestmark = pytest.mark.rows(3)
 FINDER = type("Finder", (), {"find_spec": staticmethod(lambda name, path=None, target=None: None), "__module__": "x"})
 
 

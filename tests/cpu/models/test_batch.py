@@ -19,7 +19,7 @@ from refold.ops.torch import graphs
 from support.models import CONFIGS
 from support.recorder import record
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(6)
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAMPLINGS = [

@@ -14,7 +14,7 @@ from refold.models.checkpoint import random_params
 from refold.models.torch import model_for, take_layers_apart, to_device
 from support.models import CONFIGS, GRANITE, MAMBA2
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(6)
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 DRAWN = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=7)

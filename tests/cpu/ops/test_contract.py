@@ -44,11 +44,13 @@ def shows(spec: OpSpec, case: Example, backend: str) -> bool:
 
 
 def cells(every: int = 1, *always: str) -> Iterator[Any]:
-    """Yield spec, backend and case; cases that show no fact that others do not show are exhaustive.
+    """Yield spec, backend and case. Without exhaustive tests, those run that show all facts.
+
+    Of slow backends, without exhaustive tests the complete case and those of ``always`` run. Of Triton, which is
+    interpreted, test_triton_interpreted.py chooses.
 
     Args:
-        every: Of slow backends, one case out of so many, which are exhaustive: without them, the complete case and
-            those of ``always`` are left. Of Triton, which is interpreted, test_triton_interpreted.py chooses.
+        every: Of slow backends, one case out of so many, and those that always run.
         always: Names of cases.
     """
     for spec in all_specs():
@@ -58,18 +60,16 @@ def cells(every: int = 1, *always: str) -> Iterator[Any]:
                 missing = pytest.mark.skip(reason=reason)
                 yield pytest.param(spec, backend, None, marks=missing, id=f"{spec.name}-{backend}")
                 continue
-            cases = spec.cases()
-            first = chosen(spec.name, backend)
-            if backend in SLOW and every > 1:
-                first = [i for i, case in enumerate(cases) if case.name in (spec.complete, *always)]
-            for i, case in enumerate(cases):
-                if backend in SLOW and i % every and i not in first:
+            for i, case in enumerate(spec.cases()):
+                slow, named = backend in SLOW, case.name in (spec.complete, *always)
+                if slow and i % every and not named:
                     continue
-                marks = [] if i in first or backend == "triton" else [pytest.mark.exhaustive]
+                kept = backend == "triton" or (named if slow else shows(spec, case, backend))
+                marks = [] if kept else [pytest.mark.exhaustive]
                 yield pytest.param(spec, backend, case, marks=marks, id=f"{spec.name}-{backend}-{case.name}")
 
 
-@pytest.mark.parametrize(("spec", "backend", "case"), list(cells()))
+@pytest.mark.parametrize(("spec", "backend", "case"), list(cells(1, "packed_empty")))
 def test_float32(spec: OpSpec, backend: str, case: Example) -> None:
     given = problem(spec, case)
     for name in CHECKS if backend not in SLOW and shows(spec, case, backend) else CORE:

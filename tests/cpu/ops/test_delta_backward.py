@@ -18,7 +18,7 @@ from refold.ops.spec import load
 from refold.ops.testing import check, problem
 from refold.ops.torch import tables
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(12)
 
 SPEC = load("delta_rule")
 CASES = {case.name: case for case in SPEC.cases()}

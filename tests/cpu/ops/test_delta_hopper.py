@@ -21,7 +21,7 @@ backward = import_module("refold.ops.delta_rule._triton_backward")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
-    pytest.mark.rows(3),
+    pytest.mark.rows(6),
 ]  # of NaN, by NumPy
 
 

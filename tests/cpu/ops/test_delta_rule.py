@@ -21,7 +21,7 @@ from refold.ops.testing import CHECKS, Problem, check, frame_of, oracle, problem
 from refold.ops.torch import registry
 from support.products import each_pair
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(6)
 
 SPEC = load("delta_rule")
 NAMES = ["torch", "numba", "jax", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]

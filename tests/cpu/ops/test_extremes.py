@@ -16,7 +16,7 @@ from refold.ops.spec import load
 from refold.ops.ssd import _torch as ssd_torch
 from refold.ops.ssd.reference import ssd as ssd_reference
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(6)
 
 LONG = 131072
 EPS = torch.finfo(torch.float32).eps

@@ -15,7 +15,7 @@ from refold.ops.testing import check, problem  # noqa: E402
 from refold.ops.torch.launch import Launch  # noqa: E402
 from support import gluon  # noqa: E402
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(6)
 
 SPEC = load("selective_scan")
 CASES = {case.name: case for case in SPEC.cases()}

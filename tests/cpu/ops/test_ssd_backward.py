@@ -16,7 +16,7 @@ from refold.ops.ssd.tables import BACKWARD  # noqa: E402
 from refold.ops.testing import check, problem  # noqa: E402
 from refold.ops.torch import tables  # noqa: E402
 
-pytestmark = pytest.mark.rows(3)
+pytestmark = pytest.mark.rows(12)
 
 SPEC = load("ssd")
 CASES = {case.name: case for case in SPEC.cases()}

@@ -21,7 +21,7 @@ INF = float("inf")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
-    pytest.mark.rows(3),
+    pytest.mark.rows(6),
 ]  # of zeros, by NumPy
 
 

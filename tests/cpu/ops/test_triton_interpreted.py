@@ -30,9 +30,7 @@ BAD = {"ssd": "all_t15", "selective_scan": "plain_t1", "linear_scan": "packed_em
 def test_contract_interpreted(rows: str) -> None:
     """All cases of the tables; where only some tests run, the last of each operator."""
     every = rows == "exhaustive"
-    names = ("test_contract.py", "test_extremes.py", "test_ssd_backward.py", "test_gluon_interpreted.py",
-             "test_ssd_hopper.py", "test_delta_hopper.py", "test_delta_backward.py", "test_slots.py")  # fmt: skip
-    files = [str(Path(__file__).with_name(name)) for name in names]
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("contract", "extremes")]
     cells = [
         ("test_float32", op, case)
         for op in operators()
@@ -47,14 +45,28 @@ def test_contract_interpreted(rows: str) -> None:
     cells += [
         ("test_properties_of_slow_backends", op, f"{case}-nonfinite{rest}")
         for op, case in BAD.items()
-        for rest in ("", "_gradients")[0 if every else 1 :]
+        for rest in ("", "_gradients")[: 2 if every else 1]
     ]
     chosen = [f"{test} and {op}-triton-{case}" for test, op, case in cells]
     chosen += ["test_ssd_decays and triton", "test_ssd_nan and triton", "test_conv_nan and triton"]
-    chosen += [Path(name).stem for name in names[2:]]
-    printed = passed("-vv", *files, "-k", " or ".join(f"({c})" for c in chosen), "-m", "" if every else rows)
+    without = "" if every else " and not nonfinite_gradients"
+    printed = passed("-vv", *files, "-k", " or ".join(f"({c}{without})" for c in chosen), "-m", "" if every else rows)
     missing = [cell for cell in cells if f"{cell[0]}[{cell[1]}-triton-{cell[2]}" not in printed]
     assert not missing, f"no tests have the names {missing}"
+
+
+@pytest.mark.slow
+@ONCE_OR_ALL
+@pytest.mark.parametrize(
+    "names", [("ssd_backward", "ssd_hopper", "slots", "gluon_interpreted"), ("delta_hopper", "delta_backward")]
+)
+def test_kernels_interpreted(names: tuple[str, ...], rows: str) -> None:
+    """The files about kernels of one operator."""
+    passed(
+        *(str(Path(__file__).with_name(f"test_{name}.py")) for name in names),
+        "-m",
+        "" if rows == "exhaustive" else rows,
+    )
 
 
 @pytest.mark.slow

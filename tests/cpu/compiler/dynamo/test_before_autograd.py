@@ -41,7 +41,7 @@ from support.scans import Described
 from support.trained import inferred, trained
 from support.trial import no_code
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 SCAN = "fuse chunked scan"
 SKIP = "absorb skip"
@@ -567,6 +567,7 @@ def test_a_scan_that_was_widened_runs_in_16_bits():
     assert error < 8
 
 
+@pytest.mark.exhaustive
 def test_a_scan_in_16_bits_is_replayed(tmp_path):
     """The report names what the scan becomes, not the scan."""
     layer = Layer(widen=True).bfloat16()

@@ -12,7 +12,7 @@ from refold.compiler.ir.moves import Cat
 from refold.compiler.recurrence import systems
 from support.programs import Program, judge_captured
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 STEPS = 17
 few = settings(max_examples=4, deadline=None, derandomize=True, database=None)

@@ -8,7 +8,7 @@ from refold.compiler.dynamo import captures_loops, notes
 from refold.compiler.dynamo.capture.lengths import KEEPS_SYMBOLS
 from refold.compiler.ir.captured_loop import CapturedLoop
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 symbolic = pytest.mark.skipif(not KEEPS_SYMBOLS, reason="needs torch 2.13: before, each length is compiled anew")
 LENGTHS = (24, 40, 33, 17, 16, 3, 1)

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 import refold
 from refold.compiler.dynamo.call_site import CallSite
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 STEPS = 33
 

@@ -5,7 +5,7 @@ import torch
 
 import refold
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 B, T, D, N = 2, 24, 6, 4
 

@@ -25,7 +25,7 @@ from support.chunked import (
     repeat_groups,
 )
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 NAME = "fuse chunked scan"
 
@@ -235,7 +235,7 @@ def test_training_keeps_its_intermediates(rewritten):
     assert NAME not in outcome.names
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dynamic_lengths_stay_right(rewritten):
     assert rewritten(Listing(), *inputs(), dynamic=True).worst() < 64 * unit_roundoff(torch.float32)
 

@@ -15,7 +15,7 @@ from refold.compiler.validate.region import validate_region
 from support.trained import trained
 from support.trial import no_code
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 NAME = "narrow scan"
 STEPS = 16

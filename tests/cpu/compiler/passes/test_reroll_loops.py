@@ -5,7 +5,7 @@ import torch
 
 import refold
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 SCAN = "refold.linear_scan.default"
 T, B, D, N = 7, 2, 5, 3

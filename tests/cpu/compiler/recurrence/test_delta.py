@@ -19,7 +19,7 @@ from support.agreement import outputs, rewritten
 from support.products import each_pair
 from support.scans import Described
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 B, T, H, N, P = 2, 17, 3, 6, 4
 

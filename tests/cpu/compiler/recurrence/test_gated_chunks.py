@@ -8,7 +8,7 @@ from refold.compiler.recurrence import gated_chunks as keyed
 from refold.compiler.recurrence.gated_chunks import CHUNK, gated_scan
 from support.scans import compiled, emitted, names, operators, spliced
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 H, K, V = 2, 4, CHUNK
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import refold
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SCAN, SELECTIVE = "refold.linear_scan.default", "refold.selective_scan.default"

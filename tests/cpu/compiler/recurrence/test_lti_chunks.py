@@ -7,7 +7,7 @@ from refold.compiler.ir.builder import Builder
 from refold.compiler.recurrence.lti_chunks import CHUNK, lti_scan
 from support.scans import compiled, emitted, flat, names, operators, spliced
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 B, D, N = 2, 6, 8
 CHUNKS = "linear_scan over chunks"

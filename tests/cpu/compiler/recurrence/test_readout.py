@@ -8,7 +8,7 @@ from refold.compiler.recurrence.gated_chunks import CHUNK
 from support.agreement import check
 from support.scans import compiled, flat, operators
 
-pytestmark = pytest.mark.rows(4)
+pytestmark = pytest.mark.rows(8)
 
 H, K, V, STEPS = 2, 4, CHUNK, 2 * CHUNK + 5
 CHUNKS = "linear_scan over chunks"
