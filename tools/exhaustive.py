@@ -51,9 +51,9 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "models": (
         ("tests/cpu/models", *(f"tests/hf/test_{name}.py" for name in HF)),
-        tuple(
-            f"src/refold/{room}"
-            for room in ("ops", "models", "generate", "integrations", "compat", "parallel.py", "warm.py", "cli.py")
+        (
+            *(f"src/refold/{room}" for room in ("ops", "models", "generate", "integrations", "compat")),
+            *(f"src/refold/{file}.py" for file in ("cache", "parallel", "warm", "cli")),
         ),
     ),
 }
