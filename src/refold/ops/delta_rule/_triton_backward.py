@@ -227,19 +227,8 @@ class Backward:
         careful = [{"CAREFUL": careful} for careful in ((False, True) if erase else (False,))]
         if chunks.keyed:
             self.slices = slices = triton.cdiv(nkeys, block_n)
-            levels, cells = chunks.chunk.bit_length() - 1, nslots * nheads
-            wide = 64 if v.element_size() == 2 else 32
-            of_values = {"CHUNK": chunks.chunk, "LEVELS": levels, "ERASE": erase, "BLOCK_P": wide,
-                         "BLOCKS_P": triton.cdiv(nvalues, wide), "VARLEN": chunks.varlen,
-                         "PRECISION": precision}  # fmt: skip
-            self.squares = Launch(kernels._delta_bwd_squares_kernel, (nslots, nheads), of_values, {"num_warps": 4})
-            self.squares_ints = (*self.ints[:4], nvalues, *v.stride()[:3], *dy.stride()[:3])
-            self.new_squares = fresh((cells * (levels - 3) * 2, chunks.chunk, chunks.chunk), v.dtype, device)
-            self.new_sums = fresh((cells * 2, chunks.chunk), torch.float32, device)
-            consts |= {"LEVELS": levels, "ERASE": erase}
+            consts |= {"LEVELS": chunks.chunk.bit_length() - 1, "ERASE": erase}
             options = {"num_warps": config["keyed_pairs_warps"], "num_stages": config["pairs_stages"]}
-            if config["keyed_regs"]:
-                options["maxnreg"] = config["keyed_regs"]
             self.pairs = [Launch(kernels._delta_bwd_keyed_kernel, (nslots, nheads, slices),
                                  consts | {"LATER": later} | c, options)
                           for c in careful for later in (True, False)]  # fmt: skip
@@ -410,12 +399,9 @@ class Backward:
         if self.keyed:
             dq_part, dk_part = self.new_part(), self.new_part()
             read_part = self.new_part() if dr is None and self.erase else dr
-            squares, sums = self.new_squares(), self.new_sums()
-            self.squares(stream, v, dy, u, w, cu_seqlens, squares, sums, *self.squares_ints)
             for pairs in self.pairs:
-                pairs(stream, q, r, k, v, g, A_log, dt_bias, dy, c, more, entering, leaving, u, w, squares, sums,
-                      cu_seqlens, flags, dq_part, dk_part, read_part, dgq, dg, dbeta, *self.ints, self.lower,
-                      *self.strides)  # fmt: skip
+                pairs(stream, q, r, k, v, g, A_log, dt_bias, dy, c, more, entering, leaving, u, w, cu_seqlens, flags,
+                      dq_part, dk_part, read_part, dgq, dg, dbeta, *self.ints, self.lower, *self.strides)  # fmt: skip
             finish_q, finish_k = self.finish
             finish_q(stream, dq_part, q, grads["q"], *self.finish_ints, self.scale, *q.stride()[:3])
             finish_k(stream, dk_part, k, grads["k"], *self.finish_ints, 1.0, *k.stride()[:3])

@@ -8,8 +8,7 @@ X = (I + diag(beta) M)⁻¹ with M = strict(R Kᵀ) ∘ e^(c_i - c_j). Then
     pairs   per chunk and group: what is left is sums over pairs of tokens of a chunk and over a state. With
             A = tril(dY Uᵀ) and B = -strict(W Uᵀ), of diag(beta) M,
             dQ = e^c (dY Sᵀ) + (A ∘ e^(c_i - c_j)) K, ...
-    squares with a decay per key, per chunk and head: A and B
-    keyed   and what is left, for each slice of keys, too: level by level, as in `prepare_keyed`
+    keyed   the same with a decay per key, per chunk, head and slice of keys: level by level, as in `prepare_keyed`
     finish  adds the heads of a group, always in the same order
     gates   goes back to gates and strengths as they were given
 
@@ -25,7 +24,7 @@ U. What goes over pairs multiplies zeros by them, too; it raises a flag, and is 
 zero in place of those that are not finite, and NaN in what `nonfinite` names.
 
 No product has as a factor a transposed result of another one: Triton 3.6 miscompiles that on Hopper. Both of A and Aᵀ
-are products of what was loaded, or are loaded themselves.
+are products of what was loaded.
 """
 
 from __future__ import annotations
@@ -213,13 +212,12 @@ def _of_values(
     dy_rows, stride_dy, v_rows, stride_v, u_rows, w_rows, entering, leaving, inside, counted, mask_n, offs_n, nkeys,
     nvalues,
     QUERIES: tl.constexpr, READS: tl.constexpr, KEYS: tl.constexpr, ERASE: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCKS_P: tl.constexpr, SQUARES: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    BLOCKS_P: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Go over the values, once, for all that sums over them, and return what is asked for.
 
     QUERIES: dY S and dY Uᵀ. READS: W S, W Uᵀ, and the sums of W V of the tokens ``counted``. KEYS: U D, U dYᵀ, U Wᵀ,
-    and the sums of S D, D being the gradient of the state after the chunk. S and D are (values, keys). Without SQUARES,
-    only what is of keys.
+    and the sums of S D, D being the gradient of the state after the chunk. S and D are (values, keys).
     """
     zeros = tl.zeros((inside.shape[0], offs_n.shape[0]), tl.float32)
     square = tl.zeros((inside.shape[0], inside.shape[0]), tl.float32)
@@ -235,130 +233,30 @@ def _of_values(
         mask_pn = mask_p[:, None] & mask_n[None, :]
         at = offs_t[:, None] * nvalues + offs_p[None, :]
         state_at = offs_p[:, None] * nkeys + offs_n[None, :]
-        if SQUARES or KEYS:
-            u = _load(u_rows + at, mask, CAREFUL)
-        if QUERIES or (KEYS and SQUARES):
+        u = _load(u_rows + at, mask, CAREFUL)
+        if QUERIES or KEYS:
             dy = _load(dy_rows + offs_t[:, None] * stride_dy + offs_p[None, :], mask, CAREFUL)
-        if READS or (KEYS and ERASE and SQUARES):
+        if READS or (KEYS and ERASE):
             w = _load(w_rows + at, mask, CAREFUL)
         before = _load(entering + state_at, mask_pn, CAREFUL)
         if QUERIES:
             dy_state = dot(dy, before, dy_state, PRECISION)
-            if SQUARES:
-                dy_u = dot(dy, tl.trans(u), dy_u, PRECISION)
+            dy_u = dot(dy, tl.trans(u), dy_u, PRECISION)
         if READS and ERASE:
             w_state = dot(w, before, w_state, PRECISION)
-            if SQUARES:
-                w_u = dot(w, tl.trans(u), w_u, PRECISION)
+            w_u = dot(w, tl.trans(u), w_u, PRECISION)
         if KEYS:
             after = _load(leaving + state_at, mask_pn, CAREFUL)
             u_state = dot(u, after, u_state, PRECISION)
-            if SQUARES:
-                u_dy = dot(u, tl.trans(dy), u_dy, PRECISION)
-            if ERASE and SQUARES:
+            u_dy = dot(u, tl.trans(dy), u_dy, PRECISION)
+            if ERASE:
                 u_w = dot(u, tl.trans(w), u_w, PRECISION)
             kept += tl.sum(before.to(tl.float32) * after.to(tl.float32), axis=0)
-        if READS and SQUARES:
+        if READS:
             mask = counted[:, None] & mask_p[None, :]
             v = _load(v_rows + offs_t[:, None] * stride_v + offs_p[None, :], mask, CAREFUL)
             w_v += tl.sum(w.to(tl.float32) * v.to(tl.float32), axis=1)
     return dy_state, dy_u, w_state, w_u, w_v, u_state, u_dy, u_w, kept
-
-
-@triton.jit
-def _delta_bwd_squares_kernel(
-    v_ptr, dy_ptr, u_ptr, W_ptr, cu_seqlens_ptr, squares_ptr, sums_ptr, seqlen, nchunks, nseqs, nheads, nvalues,
-    stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, ERASE: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Grid (slots, heads): a program writes dY Uᵀ and -W Uᵀ of pairs of tokens in one block of 16, 32, ... tokens.
-
-    Above the diagonal and on it, they have zeros. Two sums over values of each token are of W V and of dY U. What is
-    not finite counts as zero: products with states show it.
-    """
-    slot = tl.program_id(0)
-    pid_h = tl.program_id(1)
-    batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
-    if length <= 0:
-        return
-    batch, start = batch.to(tl.int64), start.to(tl.int64)
-    row = slot.to(tl.int64) * nheads + pid_h
-    offs_t = tl.arange(0, CHUNK)
-    inside = offs_t < length
-    dy_rows = dy_ptr + batch * stride_dy_b + start * stride_dy_t + pid_h.to(tl.int64) * stride_dy_h
-    v_rows = v_ptr + batch * stride_v_b + start * stride_v_t + pid_h.to(tl.int64) * stride_v_h
-    A = tl.zeros((CHUNK, CHUNK), tl.float32)
-    B = tl.zeros((CHUNK, CHUNK), tl.float32)
-    w_v = tl.zeros((CHUNK,), tl.float32)
-    for block in range(BLOCKS_P):
-        offs_p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-        mask = inside[:, None] & (offs_p < nvalues)[None, :]
-        at = row * CHUNK * nvalues + offs_t[:, None] * nvalues + offs_p[None, :]
-        u = _load(u_ptr + at, mask, True)
-        w = _load(W_ptr + at, mask, True)
-        dy = _load(dy_rows + offs_t[:, None] * stride_dy_t + offs_p[None, :], mask, True)
-        v = _load(v_rows + offs_t[:, None] * stride_v_t + offs_p[None, :], mask, True)
-        A = dot(dy, tl.trans(u), A, PRECISION)
-        if ERASE:
-            B = dot(w, tl.trans(u), B, PRECISION)
-        w_v += tl.sum(w.to(tl.float32) * v.to(tl.float32), axis=1)
-    sums = sums_ptr + row * (2 * CHUNK) + offs_t
-    tl.store(sums, w_v)
-    tl.store(sums + CHUNK, diagonal(A))
-    square = squares_ptr + row * ((LEVELS - 3) * 2 * CHUNK * CHUNK) + offs_t[:, None] * CHUNK + offs_t[None, :]
-    dtype: tl.constexpr = squares_ptr.dtype.element_ty
-    later = offs_t[:, None] > offs_t[None, :]
-    for level in tl.static_range(3, LEVELS):
-        near = later & ((offs_t[:, None] ^ offs_t[None, :]) < (2 << level))
-        tl.store(square + (level - 3) * (2 * CHUNK * CHUNK), tl.where(near, A, 0.0).to(dtype))
-        if ERASE:
-            tl.store(square + ((level - 3) * 2 + 1) * (CHUNK * CHUNK), tl.where(near, -B, 0.0).to(dtype))
-
-
-@triton.jit
-def _keyed_level(
-    grad, dr, dg, ones, q_wide, k_wide, r_beta, c, c_rows, square, level, offs_t, mask_n, nkeys,
-    CHUNK: tl.constexpr, LATER: tl.constexpr, ERASE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add to the gradients pairs of tokens in neighbouring blocks of 2^level tokens.
-
-    The first token of the later block is the reference. MASKED: ``square`` has more pairs than these.
-    """
-    dtype: tl.constexpr = ones.dtype
-    half = offs_t >> level
-    later = half % 2 == 1
-    reference = ((half >> 1) * 2 + 1) << level
-    between = c - tl.load(c_rows + reference[:, None] * nkeys, mask=mask_n[None, :], other=0.0)
-    shrunk = exp2(tl.where(later[:, None], between, -between).to(tl.float32))
-    of_later = tl.where(later[:, None], shrunk, 0.0)
-    of_earlier = tl.where(later[:, None], 0.0, shrunk)
-    apart = offs_t[:, None] ^ offs_t[None, :]  # below 2^i where two tokens are in one block of so many
-    A = tl.load(square)
-    if MASKED:
-        A = tl.where(apart < (2 << level), A, 0.0).to(dtype)
-    if ERASE:
-        B = tl.load(square + CHUNK * CHUNK)
-        if MASKED:
-            B = tl.where(apart < (2 << level), B, 0.0).to(dtype)
-    if LATER:
-        shrunk_k = (k_wide * of_earlier).to(dtype)
-        part = dot(A, shrunk_k, None, PRECISION) * of_later
-        grad += part
-        through = q_wide * part
-        if ERASE:
-            part = dot(B, shrunk_k, None, PRECISION) * of_later
-            dr += part
-            through += r_beta * part
-    else:
-        part = dot(A, (q_wide * of_later).to(dtype), None, PRECISION)
-        if ERASE:
-            part = dot(B, (r_beta * of_later).to(dtype), part, PRECISION)
-        part *= of_earlier
-        grad += part
-        through = k_wide * part
-    sums = tl.where(apart < (1 << level), ones, 0.0).to(dtype)
-    return grad, dr, dot(sums, through.to(dtype), dg, PRECISION)
 
 
 @triton.jit
@@ -492,7 +390,7 @@ def _queries(
         token = (batch * seqlen + start + offs_t) * nheads + pid_h
         part, A, _, _, _, _, _, _, _ = _of_values(
             dy_rows, stride_dy_t, dy_rows, stride_dy_t, u_rows, u_rows, entering, entering, inside, inside, mask_n,
-            offs_n, nkeys, nvalues, True, False, False, True, BLOCK_P, BLOCKS_P, True, PRECISION, CAREFUL,
+            offs_n, nkeys, nvalues, True, False, False, True, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL,
         )  # fmt: skip
         part *= since[:, None]
         dq += part
@@ -571,7 +469,7 @@ def _keys(
 
         _, _, read, B, dbeta, part, A, turned, kept = _of_values(
             dy_rows, stride_dy_t, v_rows, stride_v_t, u_rows, w_rows, entering, leaving, inside, inside, mask_n, offs_n,
-            nkeys, nvalues, False, True, True, ERASE, BLOCK_P, BLOCKS_P, True, PRECISION, CAREFUL,
+            nkeys, nvalues, False, True, True, ERASE, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL,
         )  # fmt: skip
 
         # What is between a token and the state before the chunk, or the one after it.
@@ -713,7 +611,7 @@ def _delta_bwd_pairs_kernel(
 @triton.jit
 def _delta_bwd_keyed_kernel(
     q_ptr, r_ptr, k_ptr, v_ptr, g_ptr, A_ptr, bias_ptr, dy_ptr, c_ptr, more_ptr, entering_ptr, leaving_ptr, u_ptr,
-    W_ptr, squares_ptr, sums_ptr, cu_seqlens_ptr, flags_ptr, dq_ptr, dk_ptr, dr_ptr, dgq_ptr, dg_ptr, dbeta_ptr,
+    W_ptr, cu_seqlens_ptr, flags_ptr, dq_ptr, dk_ptr, dr_ptr, dgq_ptr, dg_ptr, dbeta_ptr,
     seqlen, nchunks, nseqs, nheads, ngroups, nkeys, nvalues, lower,
     stride_q_b, stride_q_t, stride_q_g, stride_r_b, stride_r_t, stride_r_h, stride_k_b, stride_k_t, stride_k_g,
     stride_v_b, stride_v_t, stride_v_h, stride_dy_b, stride_dy_t, stride_dy_h,
@@ -774,19 +672,11 @@ def _delta_bwd_keyed_kernel(
     if not LATER:
         reaches = offs_t[None, :] < offs_t[:, None]
 
-    dy_state, _, dr, _, _, u_state, _, _, kept = _of_values(
-        dy_rows, stride_dy_t, v_rows, stride_v_t, u_rows, w_rows, entering, leaving, inside, inside, mask_n, offs_n,
-        nkeys, nvalues, LATER, LATER, not LATER, ERASE, BLOCK_P, BLOCKS_P, False, PRECISION, CAREFUL,
+    first = inside & ((offs_t * 0 + pid_n) == 0)  # the slice that counts what has no keys
+    dy_state, dy_u, dr, B, dbeta, u_state, u_dy, u_w, kept = _of_values(
+        dy_rows, stride_dy_t, v_rows, stride_v_t, u_rows, w_rows, entering, leaving, inside, first, mask_n, offs_n,
+        nkeys, nvalues, LATER, LATER, not LATER, ERASE, BLOCK_P, BLOCKS_P, PRECISION, CAREFUL,
     )  # fmt: skip
-
-    SIZE: tl.constexpr = CHUNK * CHUNK
-    square = squares_ptr + row * ((LEVELS - 3) * 2 * SIZE)
-    if LATER:
-        square += offs_t[:, None] * CHUNK + offs_t[None, :]
-    else:
-        square += offs_t[None, :] * CHUNK + offs_t[:, None]
-    w_v = sums_ptr + row * (2 * CHUNK) + offs_t
-    with_itself = tl.load(w_v + CHUNK)[:, None]
 
     # What is between a token and the state before the chunk, or the one after it.
     r_beta = r_wide * beta[:, None]
@@ -797,16 +687,21 @@ def _delta_bwd_keyed_kernel(
         if ERASE:
             dr *= -since
             through += r_beta * dr
-        grad += with_itself * k_wide
+        A = dy_u
+        grad += diagonal(A)[:, None] * k_wide
     else:
         total = tl.load(c_ptr + (row * CHUNK + CHUNK - 1) * nkeys + offs_n, mask=mask_n, other=0.0)
         grad = u_state * exp2((total[None, :] - c).to(tl.float32))
         through = k_wide * grad
-        grad += with_itself * q_wide
-    A = tl.load(square)
-    one = tl.where((A == A) | (A != A), 1.0, 0.0)  # where A lies: of constants, each element would be stored by itself
-    ones = tl.where(reaches, one, 0.0).to(dtype)
-    dg = dot(ones, through.to(dtype), None, PRECISION)
+        A = u_dy
+        B = u_w
+        grad += diagonal(A)[:, None] * q_wide
+    apart = offs_t[:, None] ^ offs_t[None, :]  # below 2^i where two tokens are in one block of so many
+    triangle = offs_t[:, None] > offs_t[None, :] if LATER else offs_t[:, None] < offs_t[None, :]
+    ones = tl.where((A == A) | (A != A), 1.0, 0.0).to(dtype)  # in the registers of A, not in shared memory
+    A = tl.where(triangle, A, 0.0).to(dtype)
+    B = tl.where(triangle, -B, 0.0).to(dtype)
+    dg = dot(tl.where(reaches, ones, 0.0).to(dtype), through.to(dtype), None, PRECISION)
 
     # What is between two tokens of the chunk, level by level.
     level_0 = slot * 0
@@ -818,35 +713,52 @@ def _delta_bwd_keyed_kernel(
             grown = exp2(between)
             q_grown = (q_wide * grown).to(dtype)
             k_grown = (k_wide * exp2(-between)).to(dtype)
-            part = dot(A, k_grown if LATER else q_grown, None, PRECISION)
+            near = apart < 16
+            part = dot(tl.where(near, A, 0.0).to(dtype), k_grown if LATER else q_grown, None, PRECISION)
             if LATER:
                 grad += part * grown
                 through = part * q_grown.to(tl.float32)
                 if ERASE:
-                    part = dot(tl.load(square + SIZE), k_grown, None, PRECISION)
+                    part = dot(tl.where(near, B, 0.0).to(dtype), k_grown, None, PRECISION)
                     dr += part * grown
                     through += part * (r_beta * grown).to(dtype).to(tl.float32)
             else:
                 if ERASE:
-                    part = dot(tl.load(square + SIZE), (r_beta * grown).to(dtype), part, PRECISION)
+                    part = dot(tl.where(near, B, 0.0).to(dtype), (r_beta * grown).to(dtype), part, PRECISION)
                 grad += part * exp2(-between)
                 through = part * -k_grown.to(tl.float32)
-            same = (offs_t >> 4)[:, None] == (offs_t >> 4)[None, :]
-            sums = tl.where(same & (offs_t[None, :] >= offs_t[:, None]), one, 0.0).to(dtype)
+            sums = tl.where(near & (offs_t[None, :] >= offs_t[:, None]), ones, 0.0).to(dtype)
             high = through.to(dtype)
             dg = dot(sums, high, dg, PRECISION)
             dg = dot(sums, (through - high.to(tl.float32)).to(dtype), dg, PRECISION)
             level_0 += 4
-    for level in range(level_0, 4):
-        grad, dr, dg = _keyed_level(
-            grad, dr, dg, ones, q_wide, k_wide, r_beta, c, c_rows, square, level, offs_t, mask_n, nkeys,
-            CHUNK, LATER, ERASE, True, PRECISION,
-        )  # fmt: skip
-    for level in range(4, LEVELS):
-        grad, dr, dg = _keyed_level(
-            grad, dr, dg, ones, q_wide, k_wide, r_beta, c, c_rows, square + (level - 3) * (2 * SIZE), level, offs_t,
-            mask_n, nkeys, CHUNK, LATER, ERASE, False, PRECISION,
-        )  # fmt: skip
+    for level in range(level_0, LEVELS):
+        half = offs_t >> level
+        later = half % 2 == 1
+        reference = ((half >> 1) * 2 + 1) << level
+        between = c - tl.load(c_rows + reference[:, None] * nkeys, mask=mask_n[None, :], other=0.0)
+        shrunk = exp2(tl.where(later[:, None], between, -between).to(tl.float32))
+        of_later = tl.where(later[:, None], shrunk, 0.0)
+        of_earlier = tl.where(later[:, None], 0.0, shrunk)
+        pairs = apart < (2 << level)
+        if LATER:
+            shrunk_k = (k_wide * of_earlier).to(dtype)
+            part = dot(tl.where(pairs, A, 0.0).to(dtype), shrunk_k, None, PRECISION) * of_later
+            grad += part
+            through = q_wide * part
+            if ERASE:
+                part = dot(tl.where(pairs, B, 0.0).to(dtype), shrunk_k, None, PRECISION) * of_later
+                dr += part
+                through += r_beta * part
+        else:
+            part = dot(tl.where(pairs, A, 0.0).to(dtype), (q_wide * of_later).to(dtype), None, PRECISION)
+            if ERASE:
+                part = dot(tl.where(pairs, B, 0.0).to(dtype), (r_beta * of_later).to(dtype), part, PRECISION)
+            part *= of_earlier
+            grad += part
+            through = k_wide * part
+        sums = tl.where(reaches & (apart < (1 << level)), ones, 0.0).to(dtype)
+        dg = dot(sums, through.to(dtype), dg, PRECISION)
     if CAREFUL:
         bad_k = _bad(tl.load(k_at, mask=mask_tn, other=0.0) * tl.load(more + 2 * CHUNK)[:, None])
         bad_q = _bad(tl.load(q_at, mask=mask_tn, other=0.0) * tl.load(more + CHUNK)[:, None])
@@ -867,7 +779,6 @@ def _delta_bwd_keyed_kernel(
         )  # fmt: skip
     bad = _bad(grad)
     if LATER:
-        dbeta = tl.where(pid_n == 0, tl.load(w_v), 0.0)  # the first slice counts what has no keys
         if ERASE:
             dbeta += tl.sum(r_wide * dr, axis=1)
             dr *= beta[:, None]
