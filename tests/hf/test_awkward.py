@@ -137,7 +137,7 @@ def said(model, call):
     return found.sequences.tolist(), heard, [n for n, v in sorted(found.items()) if v is not None]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_calls_one_after_the_other(way):
     model, plain, summary = pair(way)
     for call in CALLS:

@@ -75,7 +75,7 @@ def test_step_limits_hold_when_decoding_too(length: int) -> None:
     assert free.generate(ids, 24)[0] != tokens  # the limits cut in
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @few("name", ["mamba", "mamba2", "granite-moe-rope"], ["granite-moe-rope"])
 def test_ragged_rows_equal_single_rows(name: str) -> None:
     _, directory = saved(name)

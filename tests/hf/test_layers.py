@@ -208,6 +208,7 @@ def test_sequential_scan(batch):
     assert "as one selective_scan" in found.detail
 
 
+@pytest.mark.exhaustive
 def test_sequential_scan_leaves_its_state_in_a_cache():
     layer, config = mamba1(use_associative_scan=False)
     layer.eval()
@@ -230,6 +231,7 @@ def test_sequential_scan_trains():
     assert len(scans(trained(layer, 12))) >= 2, "the forward and its backward"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [False, WITH_CODE(True)])
 def test_associative_scan(training):
     """What transformers calls when it is compiled: a network, read by a matrix product."""

@@ -125,6 +125,7 @@ def test_networks_with_axes_of_one_element(sizes):
     assert row.detail == f"{sizes[1]} steps of a state of {sizes[0]} x {sizes[2]} as one linear_scan"
 
 
+@pytest.mark.exhaustive
 def test_a_network_of_a_batch_of_one():
     a, x = decays(17)
     (detail,) = check(read_at_the_end_of_a_tree, (a[:1], x[:1]), False)

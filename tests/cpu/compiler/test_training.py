@@ -45,7 +45,7 @@ def test_loss_curves_without_code_generation(checkpointed, autocast):
         assert (got - exact).abs().mean() < 4 * (own - exact).abs().mean()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_loss_curve():
     report = Report()
 

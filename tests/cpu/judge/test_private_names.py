@@ -57,6 +57,7 @@ def test_without_a_name_one_thing_is_not_seen(tmp_path, name):
         assert private.settings()["hooks of saved tensors"] is (name != "_top_saved_tensors_default_hooks")
 
 
+@pytest.mark.exhaustive
 def test_a_trial_decides_without_any_of_them(tmp_path, monkeypatch):
     _copy(tmp_path, NAMES)
     monkeypatch.setattr(early, "WORKER", tmp_path / "worker.py")

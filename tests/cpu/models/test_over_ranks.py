@@ -2,6 +2,7 @@
 
 import inspect
 
+import pytest
 import torch
 from torch.distributed import all_reduce, group
 from torch.utils._pytree import tree_map
@@ -47,6 +48,7 @@ def work(rank, size):
     return found
 
 
+@pytest.mark.exhaustive
 def test_lean_models_over_ranks(tmp_path):
     found = on_ranks(3, work, tmp_path)
     assert "with group, rows are equally long; got lengths=[1, 2]" in found[2].pop("error")

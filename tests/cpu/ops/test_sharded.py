@@ -98,7 +98,7 @@ def run(rank, size):
     torch.testing.assert_close(state.full_tensor(), after)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes(tmp_path):
     on_ranks(2, run, tmp_path)
 

@@ -96,6 +96,7 @@ def test_near_misses_stay(listing):
     assert error < 8
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     needs=st.lists(st.booleans(), min_size=5, max_size=5).filter(any),
@@ -755,6 +756,7 @@ def test_changes_in_place_in_inference(fn, operators_pay):
     assert not any("stays as it is" in note for note in compiled.report.graphs[0].notes)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     keywords=st.sampled_from([{"stop": 9}, {"pad": 0, "input_pad": 2}, {"pad": 0, "input_pad": 1}, {"stop": 8}]),

@@ -156,6 +156,7 @@ def test_a_loop_that_became_a_scan(rewritten):
     check(rewritten(loop, *arguments()), 1)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     heads=st.sampled_from([1, 2, 4]),

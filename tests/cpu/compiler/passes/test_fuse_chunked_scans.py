@@ -220,6 +220,7 @@ def test_another_order_of_time_is_a_scan_in_that_order(rewritten):
     check(rewritten(chunks_as_positions, *inputs(16)), 2)
 
 
+@pytest.mark.exhaustive
 def test_long_products_stay(rewritten):
     def powers(x, y):
         total = x

@@ -244,6 +244,7 @@ def einsums(draw):
     return sizes, [sorted(term) for term in terms], sorted(summed), layout
 
 
+@pytest.mark.exhaustive
 @hypothesis.settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
