@@ -84,7 +84,7 @@ class GraphCompile:
         self, gm: GraphModule, inputs: Sequence[Any], options: Options, report: GraphReport, store: Store, *,
         decided: Decided | None = None, earlier: GraphCompile | None = None, lost: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
-        self.inputs, self.options, self.start, self.store = inputs, options, report, store
+        self.inputs, self.options, self.start = inputs, options, report
         self.mode, self.notes, self.checks_s = report.mode, list(report.notes), 0.0
         self.given = define_scans(scans_as_loops(gm, self.notes), everywhere=self.mode == "training")
         self.gm = define_scans(self.given, everywhere=True)
@@ -217,8 +217,6 @@ class GraphCompile:
         spent = time.perf_counter() - start - ((self.rival.seconds or 0.0) - known)
         return Outcome(program, replace(report, checks_s=report.checks_s + spent))
 
-    # Which rewrites are made ---------------------------------------------------------------------
-
     def _repeatable(self) -> Compiled:
         """Compile the graph again, with random numbers drawn as eager draws them."""
         self.inductor["fallback_random"] = True
@@ -227,8 +225,6 @@ class GraphCompile:
             raise RuntimeError("Inductor cannot compile the graph with eager's random numbers")
         return compiled
 
-    # Loops that were captured --------------------------------------------------------------------
-
     def rewrite_before_autograd(self) -> Cost:
         """Replace what is rewritten before autograd; return what that saves."""
         early = EarlyRewrites(self.gm, self.inputs, self.options, self.mode, self.record, self.judgements, self.notes)
@@ -236,8 +232,6 @@ class GraphCompile:
         self.gm, self.operations_saved = early.gm, early.operations_saved
         self.checks_s += early.checks_s
         return saved
-
-    # Finding and checking rewrites ------------------------------------------------------------
 
     def _compile(self) -> Compiled | None:
         """Start Inductor until every rewrite it sees has been judged; None if it cannot compile the graph."""
