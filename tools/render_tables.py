@@ -510,13 +510,13 @@ def generation(*suites: str) -> Callable[[], str]:
 
 
 def generate() -> str:
-    """Return the table of ``model.generate``: a line per model and number of rows, a column per program."""
-    rows = stored(RESULTS, "nvidia-h100-80gb-hbm3", "generate")
-    of = {(row["case"], row["backend"]): row for row in rows}
+    """Return the table of ``model.generate``: a line per card, model and number of rows, a column per program."""
+    rows = [row for gpu in ("nvidia-h100-80gb-hbm3", GPU) for row in stored(RESULTS, gpu, "generate")]
+    of = {(card(row), row["case"], row["backend"]): row for row in rows}
 
     def time(backend: str) -> Callable[[Row], str]:
         def cell(row: Row) -> str:
-            found = of.get((row["case"], backend))
+            found = of.get((card(row), row["case"], backend))
             return "-" if found is None else _ms(1e3 * found["median_s"]) if measured(found) else "out of memory"
 
         return cell
@@ -524,6 +524,7 @@ def generate() -> str:
     return table([row for row in rows if row["backend"] == "accelerated"], {
         "model": lambda row: row["case"].partition(" ")[0],
         "rows": lambda row: row["case"].split()[3],
+        "card": card,
         "unmodified": time("transformers"), "accelerated, `graphs=False`": time("accelerated, no graphs"),
         "accelerated": lambda row: f"**{time('accelerated')(row)}**", "lean model": time("lean"),
         "the loop alone": time("a model that does nothing"),
@@ -536,7 +537,7 @@ def starts() -> str:
     def seconds(name: str) -> Callable[[Row], str]:
         return lambda row: f"{row[name]:.1f} s"
 
-    return table(stored(RESULTS, "nvidia-h100-80gb-hbm3", "starts"), {
+    return table(stored(RESULTS, GPU, "starts"), {
         "operator": key("case"), "pass": key("pass"), "empty caches": seconds("empty_s"),
         "a second process": seconds("full_s"), "kernels": key("kernels"),
     })  # fmt: skip

@@ -112,8 +112,8 @@ PARTS = {
         Part("portable SSD", "portable-ssd", {"models": ("2.7B",), "exact": False}, "mamba2-jax", peer=_JAX),
     ),
     "cpu": (
-        Part("fused scan", "fusion-example", {**_FUSION, "device": "cpu", "batch": (1,), "layers": 1}, "published CUDA",
-             peer=_EXAMPLE),
+        Part("fused scan", "fusion-example", {**_FUSION, "device": "cpu", "batch": (1,), "layers": 1, "rounds": 3},
+             "published CUDA", peer=_EXAMPLE),
         Part("Granite layer", "granite-layer", {**_LINE, **_SMALL}, "published rewrite"),
         Part("Granite layer", "granite-layer", {**_LAYER, **_SMALL}, "torch.compile"),
         Part("portable SSD", "portable-ssd", {"device": "cpu", "past": 256, "repeats": 3}, "mamba2-jax", "refold, JAX",
