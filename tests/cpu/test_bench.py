@@ -33,7 +33,7 @@ from refold.bench import (
 from refold.bench.contest import contest
 from refold.bench.recurrences import in_turns, recurrences
 from refold.cli import app
-from refold.errors import ArgumentError, CapacityError
+from refold.errors import ArgumentError, CapacityError, MissingDependency
 from refold.generate.torch import Generator
 from refold.models import counts
 from refold.models.checkpoint import random_params
@@ -692,3 +692,11 @@ def test_kernelbench_runs_what_saves_most_first_and_nothing_where_nothing_was_fo
     file.write_text("{}\nno")
     with pytest.raises(ArgumentError, match="holds no rows of this suite"):
         run()
+
+
+def test_a_published_program_that_lacks_a_package_says_which(tmp_path):
+    from refold.bench.fusion_example import source
+
+    (tmp_path / "program.py").write_text("import no_such_package\n")
+    with pytest.raises(MissingDependency, match="needs no_such_package, which is not installed"):
+        source(str(tmp_path / "program.py"))

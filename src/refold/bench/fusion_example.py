@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import refold
 
-from ..errors import ArgumentError, DeviceError, first_line
+from ..errors import ArgumentError, DeviceError, MissingDependency, first_line
 from ..verify.memory import peak_bytes
 from ..verify.profile import longest, profiling, take
 from .contest import contest
@@ -40,12 +40,18 @@ def source(file: str) -> ModuleType:
 
     Raises:
         ArgumentError: There is no such file.
+        MissingDependency: It imports a package that is not installed.
     """
     if not Path(file).is_file():
         raise ArgumentError(f"{file} is not a file. Run in the root of the repository, or give --set file=PATH")
     spec: Any = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"{file} needs {error.name}, which is not installed. Install it: pip install {error.name}"
+        ) from error
     return module
 
 

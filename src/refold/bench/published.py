@@ -116,7 +116,7 @@ PARTS = {
              "published CUDA", peer=_EXAMPLE),
         Part("Granite layer", "granite-layer", {**_LINE, **_SMALL}, "published rewrite"),
         Part("Granite layer", "granite-layer", {**_LAYER, **_SMALL}, "torch.compile"),
-        Part("portable SSD", "portable-ssd", {"device": "cpu", "past": 256, "repeats": 3}, "mamba2-jax", "refold, JAX",
+        Part("portable SSD", "portable-ssd", {"device": "cpu", "past": 256, "repeats": 2}, "mamba2-jax", "refold, JAX",
              peer=_JAX),
     ),
 }  # fmt: skip
