@@ -26,6 +26,7 @@ from refold.bench.suites import SUITES
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+H100 = "nvidia-h100-80gb-hbm3"
 CPU = "intel-xeon-2-threads"
 AMD = "amd-epyc-2-threads"
 # What refold is to reach: milliseconds, or as an integer percent of the measured limit.
@@ -511,7 +512,7 @@ def generation(*suites: str) -> Callable[[], str]:
 
 def generate() -> str:
     """Return the table of ``model.generate``: a line per card, model and number of rows, a column per program."""
-    rows = [row for gpu in ("nvidia-h100-80gb-hbm3", GPU) for row in stored(RESULTS, gpu, "generate")]
+    rows = [row for gpu in (H100, GPU) for row in stored(RESULTS, gpu, "generate")]
     of = {(card(row), row["case"], row["backend"]): row for row in rows}
 
     def time(backend: str) -> Callable[[Row], str]:
@@ -545,7 +546,7 @@ def starts() -> str:
 
 def engines() -> str:
     """Return the table of calls of serving engines: a line per layer, phase and size, a column per program."""
-    return table(stored(RESULTS, "nvidia-h100-80gb-hbm3", "engines"), {
+    return table(stored(RESULTS, H100, "engines"), {
         "layer, phase": key("case"),
         "rows x tokens": lambda row: f"{row['batch']} x {row['tokens']}",
         "refold": time("refold"),
@@ -662,7 +663,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
     "prefill": generation("prefill"), "generate": generate, "generation": generation("generation"),
-    "ssd_jax": ssd_jax, "scale": scale(GPU), "scale_h100": scale("nvidia-h100-80gb-hbm3"),
+    "ssd_jax": ssd_jax, "scale": scale(GPU), "scale_h100": scale(H100),
     "scale_fit": scale_fit, "scale_paper": scale_paper, "engines": engines, "starts": starts,
     "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),
 }  # fmt: skip

@@ -44,17 +44,17 @@ def test_rows_of_ranks_and_of_groups_of_them():
             operators=("ssd",),
             passes=("training",),
             tokens=(16,),
-            ranks=(1, 2),
+            ranks=(1, 2, 4),
             ways=("states",),
             repeats=1,
             device="cpu",
         )
     )
     assert [(row["backend"], row["tokens"]) for row in rows] == [
-        ("1 ranks", 16), ("1 ranks", 32), ("2 ranks", 32),
+        ("1 ranks", 16), ("1 ranks", 64), ("2 ranks", 32), ("2 ranks", 64), ("4 ranks", 64),
     ]  # fmt: skip
     state = 4 * 64 * (64 * 128 + 1)  # and a number per head
-    assert [row.get("sent_bytes", 0) for row in rows] == [0, 0, 2 * state]  # there and back
+    assert [row.get("sent_bytes", 0) for row in rows] == [0, 0, 2 * state, 2 * state, 3 * 2 * state]  # there and back
 
 
 def test_groups_that_do_not_divide_the_ranks_are_refused():
