@@ -12,6 +12,7 @@ import signal
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -139,7 +140,9 @@ def activity(pid: int, wanted: str = "") -> dict[str, tuple[int, int]]:
     """Return run time and number of turns of each thread; nothing if one is in none of the wanted states.
 
     A thread is in a state before it has left its processor; the host of a virtual machine can stretch that moment to
-    milliseconds, and run time is added at its end. So a thread in a wanted state must also have left its processor.
+    milliseconds, and run time is added at its end. So a thread in a wanted state must also have left its processor as
+    often as it was given one. It may have left more often: Linux does not count a turn that follows on being
+    interrupted between the change of state and the leaving, which a thread of many turns meets.
 
     Raises:
         OSError: The process has ended.
@@ -150,7 +153,7 @@ def activity(pid: int, wanted: str = "") -> dict[str, tuple[int, int]]:
             if wanted and stat(f"{pid}/task/{thread}")[0] not in wanted:
                 return {}
             left, ran, turns = _turns(f"{pid}/task/{thread}")
-            if wanted and _counts_turns() and left != turns:
+            if wanted and _counts_turns() and left < turns:
                 return {}
             found[thread] = (ran, turns)
     return found
@@ -165,9 +168,14 @@ def _turns(thread: str) -> tuple[int, int, int]:
 
 @functools.cache
 def _counts_turns() -> bool:
-    """Tell whether this kernel counts each turn of a thread, as seen by the thread that asks, which has a turn now."""
-    looks = (_turns(f"self/task/{threading.get_native_id()}") for _ in range(100))
-    return any(turns == left + 1 for left, _, turns in looks)  # unless it changes between two files
+    """Tell whether this kernel counts turns of a thread, as seen by a new one, none of whose turns was left out yet."""
+
+    def looks() -> bool:
+        seen = (_turns(f"self/task/{threading.get_native_id()}") for _ in range(100))
+        return any(turns == left + 1 for left, _, turns in seen)  # unless it changes between two files
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(looks).result()
 
 
 def wakes(pid: int) -> str:
