@@ -2,9 +2,9 @@
 
 import ast
 import importlib.util
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from null.source import ROOT, tree
+
 spec = importlib.util.spec_from_file_location("exhaustive", ROOT / "tools" / "exhaustive.py")
 exhaustive = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(exhaustive)
@@ -17,7 +17,7 @@ def test_every_folder_exists():
 
 def imported(path):
     """Yield the files and folders below the source that a test file imports, itself or through tests/support."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             base = ".".join(filter(None, ("support" if node.level else "", node.module)))

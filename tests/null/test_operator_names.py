@@ -1,13 +1,12 @@
 """An operator is a folder: no other file of the package or of the tools decides by its name."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
+from null.source import ROOT, files, tree
 from refold.ops.spec import all_specs, operators
 
-ROOT = Path(__file__).parents[2]
 OWN = (
     *(f"src/refold/ops/{name}/" for name in operators()),
     *(f"src/refold/{room}/" for room in ("integrations", "compat", "engines")),
@@ -21,12 +20,12 @@ REASONS = {
 """Files that name operators, and why."""
 
 
-def names_of(tree: ast.AST) -> set[str]:
+def names_of(program: ast.AST) -> set[str]:
     """Find the operators that a file names in a string, or by comparing with one of their functions."""
     specs = {spec.name for spec in all_specs()}
     functions = specs | {f"{name}_" for name in specs} | {f"{name}_backward" for name in specs}
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(program):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= {node.value} & functions
         elif isinstance(node, ast.Compare):
@@ -37,8 +36,7 @@ def names_of(tree: ast.AST) -> set[str]:
 
 def outside(*folders: str) -> dict[str, set[str]]:
     """Find the files outside operators' folders that name operators, and which."""
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    named = {path.relative_to(ROOT).as_posix(): names_of(ast.parse(path.read_text())) for path in paths}
+    named = {path.relative_to(ROOT).as_posix(): names_of(tree(path)) for path in files(*folders)}
     return {file: found for file, found in named.items() if found and not file.startswith(OWN)}
 
 

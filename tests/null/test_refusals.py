@@ -2,14 +2,11 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
+from null.source import ROOT, files, tree
 from refold.compiler.refusals import REASONS, Refusal
-
-ROOT = Path(__file__).parents[2]
-
 
 RAISED = ("NotALoop", "NotCaptured", "Refusal", "refused")
 
@@ -17,10 +14,10 @@ RAISED = ("NotALoop", "NotCaptured", "Refusal", "refused")
 def used_ids() -> set[str]:
     """Return the ids of all refusals in the compiler's source."""
     found = set()
-    for path in (ROOT / "src/refold/compiler").rglob("*.py"):
+    for path in files("src/refold/compiler"):
         if path.name == "refusals.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in RAISED:
                 given = node.args[0]
                 if not isinstance(given, ast.Constant):  # a row of a table, or a name that is set to an id before

@@ -6,24 +6,23 @@ import inspect
 import re
 import tomllib
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 import refold
+from null.source import ROOT, files, tree
 from refold.compiler.refusals import REASONS
 
 torch = pytest.importorskip("torch")
 
-ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "src" / "refold").rglob("*.py"))
+SOURCES = files("src")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def texts(source):
+def texts(program):
     """Yield the strings of a program that are more than one word, and no docstrings; ``{}`` stands for what varies."""
     skipped = set()
-    for node in ast.walk(ast.parse(source)):  # what holds a string comes before it
+    for node in ast.walk(program):  # what holds a string comes before it
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             if node.body and isinstance(node.body[0], ast.Expr):
                 skipped.add(node.body[0].value)
@@ -36,7 +35,7 @@ def texts(source):
 
 @functools.cache
 def said():
-    return [(path.name, text) for path in SOURCES for text in texts(path.read_text()) if " " in text]
+    return [(path.name, text) for path in SOURCES for text in texts(tree(path)) if " " in text]
 
 
 def extras(text):
@@ -136,5 +135,5 @@ def test_arguments_in_remedies_exist():
     ],
 )
 def test_what_does_not_exist_is_found(text, found):
-    (read,) = texts(f"x = {text!r}")
+    (read,) = texts(ast.parse(f"x = {text!r}"))
     assert extras(read) | {name for name in dotted(read) if not exists(name)} == found

@@ -1,9 +1,9 @@
 """No function over 80 lines without its docstring, and no class over 300, unless the reason stands here."""
 
 import ast
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from null.source import ROOT, files, tree
+
 LINES = {ast.FunctionDef: 80, ast.ClassDef: 300}
 REASONS = {
     "src/refold/judge/excuses.py Excuses": "a kind of condition is a method",
@@ -29,12 +29,11 @@ def size(node):
 
 def long(path):
     """Name what is too long in a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         limit = LINES.get(type(node))
         if limit and size(node) > limit and not any(KERNEL in ast.unparse(each) for each in node.decorator_list):
             yield f"{path.relative_to(ROOT)} {node.name}"
 
 
 def test_what_is_long_has_a_reason():
-    paths = [path for folder in ("src", "tests", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert {name for path in paths for name in long(path)} == set(REASONS)
+    assert {name for path in files() for name in long(path)} == set(REASONS)

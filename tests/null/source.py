@@ -1,0 +1,16 @@
+"""The files of the project as trees; each is parsed once for all tests that look at it."""
+
+import ast
+import functools
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("src", "tests", "tools", "examples")
+tree = functools.cache(lambda path: ast.parse(path.read_text()))
+"""Parse a file."""
+
+
+@functools.cache
+def files(*folders):
+    """List the Python files below folders of the project, or below all of its folders."""
+    return [path for folder in folders or FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
