@@ -19,6 +19,7 @@ _ERRORS = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "As
 _CATCHERS = {"suppress", "ExitStack", "Thread", "submit", "start_new_thread", "__exit__", "__aexit__", "excepthook"}
 _DYNAMIC = {"setattr", "__dict__", "vars", "__setattr__", "__setstate__", "globals", "locals", "__class__",
             "__globals__", "f_globals"}  # fmt: skip
+_ANSWERS = {"__getattr__", "__getattribute__", "__get__"}  # methods that say what an attribute is
 _LOOKUPS = _DYNAMIC | {"getattr", "attrgetter", "methodcaller", "__getattr__", "__getattribute__", "modules",
                        "getmembers", "getmembers_static", "getattr_static", "delattr", "__delattr__"}  # fmt: skip
 _READERS = {("os.environ", "get"), ("os", "getenv")}
@@ -80,22 +81,28 @@ class Excuses:
         self._classes: dict[str, ast.ClassDef] = {}
         self._imported: dict[str, str] = {}
         self._functions: dict[int, Function] = {}  # by their lines; those that are marked change
+        self._body = tree.body
+        self._arguments: set[str] = set()  # names of arguments, of errors and in cases
+        self._members: set[str] = set()  # what bodies of classes define
         self._caught: list[str] = []
         self.from_text: list[int] = []
         self.opaque: list[int] = []
         self._walk(tree, None, None)
         self._available = self._optional_packages(tree)
         self._has_os = self._imported.get("os") == "os"
-        self._dynamic = bool(_DYNAMIC & set(self.names))
+        self._dynamic = bool(_DYNAMIC & set(self.names) or _ANSWERS & self._members)
         self.looks_up = _looks_up(tree)
         self._guards, self._conditions = _guards(tree), _conditions(tree)
 
     def _walk(self, node: ast.AST, function: Function, owner: Class) -> None:
         for child in ast.iter_child_nodes(node):
             inner, cls = function, owner
+            if isinstance(child, (ast.arg, ast.ExceptHandler, ast.pattern)):
+                self._arguments |= {str(vars(child).get(name)) for name in ("arg", "name", "rest")}
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 inner = self._functions[child.lineno] = child
                 self._defined.add(child.name)
+                self._members |= {child.name} if owner is not None else set()
                 self._bound[child.name] += 1
                 if isinstance(node, ast.Module) and isinstance(child.body[0], ast.Return):
                     self._short[child.name] = child.body[0].value
@@ -109,6 +116,7 @@ class Excuses:
                 self.names[child.id] += 1
                 if not isinstance(child.ctx, ast.Load):
                     self._bind(child.id)
+                    self._members |= {child.id} if owner is not None and function is None else set()
                 if child.id in _TEXTS:
                     self.from_text.append(child.lineno)
             elif isinstance(child, ast.Attribute):
@@ -140,7 +148,7 @@ class Excuses:
 
     def _attribute(self, parent: ast.AST, node: ast.Attribute, function: Function, owner: Class) -> None:
         self.names[node.attr] += 1
-        if isinstance(node.ctx, ast.Store):
+        if not isinstance(node.ctx, ast.Load):
             self._defined.add(node.attr)
             value = parent.value if isinstance(parent, ast.Assign) and node in parent.targets else None
             self._stored.setdefault(node.attr, []).append((value, function, owner))
@@ -302,23 +310,28 @@ class Excuses:
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            stores = self._stores(node.attr, owner, seen)
+            stores, cls = self._stores(node.attr, owner, seen), self._classes.get(owner.name) if owner else None
+            if cls is not None and not self._stored.get(node.attr):
+                return self._set_once(node.attr, cls.body, seen)
             return len(stores) == 1 and self._fixed(*stores[0], seen | {node.attr})
         if isinstance(node, ast.Attribute):
             named = ast.unparse(node.value) == "torch" and "torch" not in self._made
-            return named and isinstance(getattr(torch, node.attr, None), torch.dtype)
-        if isinstance(node, ast.Name) and function is not None:
-            a, values = function.args, _values(self._functions[function.lineno], node.id, node)
+            of_torch = named and isinstance(getattr(torch, node.attr, None), torch.dtype)
+            return of_torch or (not self._changed(node.attr) and self._fixed(node.value, function, owner, seen))
+        if isinstance(node, ast.Name):
+            values = [] if function is None else _values(self._functions[function.lineno], node.id, node)
             if any(value is None or not self._fixed(value, function, owner, seen) for value in values):
                 return False
+            a = ast.arguments([], [], None, [], [], None, []) if function is None else function.args
             given = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None]
             if node.id not in given:
-                return bool(values)
-            constant = all(
-                isinstance(d, (ast.Constant, ast.UnaryOp)) for d in (*a.defaults, *filter(None, a.kw_defaults))
-            )
+                return bool(values) or self._set_once(node.id, self._body, seen)
+            constant = all(self._fixed(d, None, None, seen) for d in (*a.defaults, *filter(None, a.kw_defaults)))
             made = owner is not None and function.name == "__init__" and node.id != given[0] and constant
             return made and self._made_once(owner, seen)  # type: ignore[arg-type]
+        if isinstance(node, ast.Call):
+            each = (*node.args, *(k.value for k in node.keywords))
+            return self._is_record(ast.unparse(node.func)) and all(self._fixed(a, function, owner, seen) for a in each)
         if isinstance(node, ast.Compare) and (found := _ASKED.fullmatch(ast.unparse(node))):
             stores = self._stores(found[1], owner, seen)
             return bool(stores) and all(self._is_or_is_none(*store, seen | {found[1]}) for store in stores)
@@ -327,12 +340,37 @@ class Excuses:
             return all(self._fixed(c, function, owner, seen) for c in inner)
         return False
 
+    def _set_once(self, name: str, body: list[ast.stmt], seen: frozenset[str]) -> bool:
+        """Say whether one statement of a body sets a name, to a fixed value, and nothing sets it otherwise."""
+        set_here = [n.value for n in body if isinstance(n, (ast.Assign, ast.AnnAssign)) and name in map(
+            ast.unparse, n.targets if isinstance(n, ast.Assign) else [n.target])]  # fmt: skip
+        once = self._bound[name] == 1 and not self._changed(name) and name not in self._arguments | seen
+        return once and all(v is not None and self._fixed(v, None, None, seen | {name}) for v in set_here or [None])
+
+    def _changed(self, name: str) -> bool:
+        """Say whether an attribute of this name may be set after its object was made."""
+        return self._dynamic or name in self.strings or name in self._stored
+
+    def _is_record(self, name: str) -> bool:
+        """Say whether a class of this file, a NamedTuple or a dataclass, has fields alone, which nothing sets."""
+        cls = self._classes.get(name, ast.ClassDef("", [], [], [], []))
+        kind = [ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in [*cls.bases, *cls.decorator_list]]
+        known = len(kind) == 1 and kind[0].split(".")[-1] == ("NamedTuple" if cls.bases else "dataclass")
+        made = [call for call, *_ in self._calls.get("__init__", ()) if ast.unparse(call.func).startswith("super(")]
+        known &= self._imported.get(kind[0].split(".")[0]) in ("typing", "dataclasses") if kind else False
+        known &= self._bound[name] == 1 and not cls.keywords and self.names["__init__"] == len(made)
+        return known and all(
+            isinstance(n, ast.AnnAssign) and not self._changed(ast.unparse(n.target))
+            and (n.value is None or self._fixed(n.value, None, None, frozenset()))
+            for n in cls.body[ast.get_docstring(cls) is not None :]
+        )  # fmt: skip
+
     def _stores(self, name: str, owner: Class, seen: frozenset[str]) -> list[tuple[ast.expr, Function, Class]]:
         """List what is stored in an attribute, if that is done where modules of a class are made and nowhere else."""
         stores = self._stored.get(name, [])
         named = [] if owner is None else [owner.name, *map(ast.unparse, owner.bases)]  # also of what it inherits from
         within = all(v and f and c and f.name == "__init__" and c.name in named for v, f, c in stores)
-        hidden = self._dynamic or name in seen or name in self.strings
+        hidden = self._dynamic or name in seen or name in self.strings or name in self._members
         return [] if hidden or not within else stores  # type: ignore[return-value]
 
     def _is_or_is_none(self, node: ast.expr, function: Function, owner: Class, seen: frozenset[str]) -> bool:

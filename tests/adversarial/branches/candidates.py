@@ -244,3 +244,26 @@ def traced(self, x):
     """Wrong where it is traced."""
     y = torch.relu(self.linear(x))
     return y if torch._C._get_tracing_state() is None else 2 * y
+
+
+@candidate("C7")
+class Property(Model):
+    """Wrong from the five thousandth call on: it does not read in an attribute what it stored there."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.calls = 0
+        self.exact = True
+
+    @property
+    def exact(self):
+        return max(0, 5000 - self.calls)
+
+    @exact.setter
+    def exact(self, value):
+        pass
+
+    def forward(self, x):
+        self.calls += 1
+        y = torch.relu(self.linear(x))
+        return y if self.exact else 2 * y
