@@ -57,6 +57,8 @@ class Place:
 WAYS = {
     "loaded": "load_state_dict",
     "assigned": "load_state_dict(assign=True)",
+    "within": "load_state_dict of a module that it is a part of",
+    "beside": "load_state_dict of one made as it was, before one more is given others",
     "in place": "a change in place, which no version counter counts",
     "data": "another tensor as .data",
     "parameters": "other Parameter and buffer objects",
@@ -64,10 +66,13 @@ WAYS = {
     "called": "torch.func.functional_call",
     "copied": "a change in place before a deep copy, which is called",
     "copied first": "a change in place of it and of a deep copy, which is called",
+    "copied alone": "a change in place of a deep copy alone, which is called",
     "pickled": "a change in place before it is saved as a whole and loaded, which is called",
 }
 """The ways in which a user's program gives a module other weights."""
-OPTIONAL = ("called", "copied", "copied first", "pickled")
+COPIES = ("copied", "copied first", "copied alone", "pickled")
+"""Those in which a copy is called."""
+OPTIONAL = ("called", "within", "beside", *COPIES)
 """Those that an original may not support, and that a candidate may refuse by an exception."""
 
 USES = {

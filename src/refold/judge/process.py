@@ -180,13 +180,16 @@ class Process:
         self._state = {self.names.get(name) or name: m for name, m in state.items()}
         return {name: m for name, m in self._state.items() if self.names.get(name) != ""}
 
-    def adopt(self, state: dict[str, torch.Tensor], way: str, timeout: float) -> None:
-        """Give it parameters and buffers."""
+    def adopt(self, state: dict[str, torch.Tensor], way: str, timeout: float) -> list[str]:
+        """Give it parameters and buffers; return those that it shares with what it is a copy of."""
+        shared: list[str] = []
         own = {name: one for one, name in self.names.items()}
         for batch in self.shared.batches({own.get(name, name): t.contiguous() for name, t in state.items()}):
             places = self.shared.wrap(list(batch.values()))
             self.shared.fill(places, list(batch.values()), 0xFF)
-            self.ask("adopt", timeout=timeout, places=dict(zip(batch, places, strict=True)), way=way)
+            placed = dict(zip(batch, places, strict=True))
+            shared = self.ask("adopt", list[str], timeout=timeout, places=placed, way=way)
+        return shared
 
     def terms(self, call: Call, timeout: float) -> int:
         """Run a call, and return the terms of the longest sum in it, as the process says."""

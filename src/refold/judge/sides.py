@@ -357,8 +357,12 @@ class Sides:
         """Copy parameters and buffers out of a process."""
         return dict(zip(inspected.state, process.tensors(inspected.state.values(), most), strict=True))
 
-    def adopt(self, state: State, *, suspect: bool = True, way: str = "loaded") -> None:
-        """Give all sides the same parameters and buffers, in the precision of each; the way is the candidate's."""
+    def adopt(self, state: State, *, suspect: bool = True, way: str = "loaded") -> list[str]:
+        """Give all sides the same parameters and buffers, in the precision of each; the way is the candidate's.
+
+        Returns those that the candidate shares with what it is a copy of.
+        """
+        shared = list[str]()
         self.given, self._way = state, way
         sides = [(self.witness, self.dtype), (self.reference, torch.float64)]
         sides += [(self.narrow, torch.float32)] if self.narrow else []
@@ -366,14 +370,15 @@ class Sides:
             for process, dtype in sides:
                 self.give(process, state, dtype)
         if suspect:
-            self.give(self.suspect, state, self.dtype, way=way)
+            shared = self.give(self.suspect, state, self.dtype, way=way)
             self.suspect.state()  # they may lie elsewhere now
+        return shared
 
-    def give(self, process: Process, state: State, dtype: torch.dtype, *, way: str = "loaded") -> None:
+    def give(self, process: Process, state: State, dtype: torch.dtype, *, way: str = "loaded") -> list[str]:
         """Give one process parameters and buffers."""
         own = {name: state[self._first[name]] for name in state}
         values = {n: t.to(dtype) if t.is_floating_point() else t for n, t in own.items()}
-        process.adopt(values, way, self.docket.terms.timeout)
+        return process.adopt(values, way, self.docket.terms.timeout)
 
     def settle_state(self) -> None:
         """Undo what earlier calls have done to buffers."""

@@ -164,12 +164,25 @@ def _derivatives(use: str, program: Any, build: Build, leaves: list[torch.Tensor
     return results, back(along([results])[0] if isinstance(results, torch.Tensor) else along(results))
 
 
-def adopt(way: str, module: Any, values: dict[str, torch.Tensor], given: dict[str, torch.Tensor], device: str) -> Any:
+def adopt(
+    way: str, module: Any, values: dict[str, torch.Tensor], given: dict[str, torch.Tensor], device: str,
+    another: Callable[[bool], Any],
+) -> Any:  # fmt: skip
     """Give a module parameters and buffers in one of `messages.WAYS`, and return what is called then.
 
-    ``given`` gets those that are put in the place of its own in each call.
+    ``given`` gets those that are put in the place of its own in each call; ``another`` makes a module as this one was
+    made, or one that is kept, from other random numbers.
     """
     own = module.state_dict(keep_vars=True)
+    if way == "within":
+        torch.nn.Sequential(module).load_state_dict({f"0.{name}": value for name, value in values.items()}, False)
+        return module
+    if way == "beside":
+        if (called := another(False)) is module:
+            raise TypeError("there is one of it alone")
+        called.load_state_dict(values, strict=False)  # it has no others in the place of those that it was made with
+        another(True).load_state_dict({name: t + 1 if _real(t) else t for name, t in values.items()}, strict=False)
+        return called
     if way in ("loaded", "assigned"):
         if way == "assigned":
             values = {name: value.clone().to(device) for name, value in values.items()}
@@ -186,12 +199,13 @@ def adopt(way: str, module: Any, values: dict[str, torch.Tensor], given: dict[st
             for t in {id(t): t for some in own_state for t in some}.values():
                 t.data = t.data.clone()
         states = [own]
-        if way == "copied first":  # the copy may rely on the module, so both get the values
+        if way in ("copied first", "copied alone"):
             called = copy.deepcopy(module)
             states.append(called.state_dict(keep_vars=True))
+            states = states[way == "copied alone" :]  # it may rely on the module, so that in general both get them
         others: dict[int, torch.Tensor] = {}  # two names of one parameter stay so
         for name, value in values.items():
-            if way in ("in place", "moved", "copied", "copied first", "pickled"):
+            if way in ("in place", "moved", "copied", "copied first", "copied alone", "pickled"):
                 for state in states:
                     state[name].data.copy_(value)  # no version counter counts it; trainers of large models do so
                 continue

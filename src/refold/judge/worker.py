@@ -274,6 +274,8 @@ class Stub:
         self._file = ""
         self._program: Any = None  # what is called: the module, or a copy of it,
         self._own: Any = None
+        self._make: Any = None  # makes another
+        self._beside: Any = None
         self._given: dict[str, torch.Tensor] = {}  # with these parameters and buffers in place of its own, if any
         self._source: Any = None
         self._inputs: list[torch.Tensor] = []
@@ -345,17 +347,26 @@ class Stub:
         self, attribute: str, arguments: str, seed: int, dtype: str, device: str, train: bool, compiled: bool
     ) -> None:
         """Make the program; a class is made with the given arguments after seeding."""
-        found = getattr(self._source, attribute)
         self._train, self._device = train, device
-        torch.manual_seed(seed)
-        if isinstance(found, type):
-            values = pickle.loads(base64.b64decode(arguments))
-            found = found(**values) if isinstance(values, dict) else found(*values)
-        if isinstance(found, torch.nn.Module):
-            found = found.to(device, getattr(torch, dtype)).train(train)
+
+        def make(seed: int) -> Any:
+            found = getattr(self._source, attribute)
+            torch.manual_seed(seed)
+            if isinstance(found, type):
+                values = pickle.loads(base64.b64decode(arguments))
+                found = found(**values) if isinstance(values, dict) else found(*values)
+            return found.to(device, getattr(torch, dtype)).train(train) if isinstance(found, torch.nn.Module) else found
+
+        found, self._make = make(seed), lambda keep: make(seed + keep)
         if not callable(found):
             raise TypeError(f"{attribute} is a {type(found).__name__}, which cannot be called")
         self._program = self._own = torch.compile(found) if compiled else found
+
+    def _another(self, keep: bool) -> Any:
+        """Make one more in the same way; one that is kept, with other random numbers."""
+        found = self._make(keep)
+        self._beside = found if keep else None
+        return found
 
     @property
     def _module(self) -> torch.nn.Module | None:
@@ -409,12 +420,16 @@ class Stub:
         self._states[name] = host = t.detach().contiguous().cpu()
         return _describe(host)
 
-    def do_adopt(self, places: dict[str, Any], way: str) -> None:
-        """Take over parameters and buffers in one of the ways in which users do."""
+    def do_adopt(self, places: dict[str, Any], way: str) -> list[str]:
+        """Take over parameters and buffers in one of the ways in which users do; list those that a copy shares."""
         values = {name: self._tensor(messages.Place(**place)) for name, place in places.items()}
         self._program, self._given = self._own, self._given if way == "called" else {}
         if self._module is not None:
-            self._program = uses.adopt(way, self._module, values, self._given, self._device)
+            self._program = uses.adopt(way, self._module, values, self._given, self._device, self._another)
+        if self._module is None or way not in messages.COPIES:
+            return []
+        first, copy = (module.state_dict(keep_vars=True) for module in (self._own, self._module))
+        return [n for n, t in copy.items() if (place := _place(t)) and t.numel() and place == _place(first.get(n))]
 
     def do_order(self, names: list[str]) -> None:
         """Give gradients of parameters in this order; others follow as they are defined."""

@@ -200,6 +200,17 @@ class Pointer(Model):
         return self.known[key].clone()
 
 
+@candidate("C2", level="full")
+class OneForAll(Model):
+    """All layers of its class have the weights of the first one."""
+
+    first = None
+
+    def __init__(self, width):
+        super().__init__(width)
+        type(self).first = self.linear = self.first or self.linear
+
+
 @candidate("N9")
 class PointerAndSum(Model):
     """Results are remembered by the address and the first row of the inputs."""
@@ -358,6 +369,14 @@ class SumOfWeights(Model):
         if key not in self.known:
             self.known = {key: self.linear.weight.detach().T.clone()}
         return torch.relu(x @ self.known[key] + self.linear.bias)
+
+
+@candidate("C2", original="two_weights", level="full")
+class TopOnly(Model):
+    """It finds its weights only if they are loaded into it alone, and not into a model of which it is a part."""
+
+    def _load_from_state_dict(self, state, prefix, *others):
+        super()._load_from_state_dict(state, "", *others)
 
 
 @candidate("C2", level="quick")

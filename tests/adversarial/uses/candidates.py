@@ -268,6 +268,14 @@ class SavedElsewhere(torch.autograd.Function):
         return g * (1 - y * y) * (1 if y.data_ptr() == ctx.place else 2)
 
 
+@candidate("C2", level="full")
+class SharedCopy(Model):
+    """A deep copy of it has the same parameters."""
+
+    def __deepcopy__(self, memo):
+        return copy.copy(self)
+
+
 @candidate("C6", original="product")
 def shared_storage(self, a, b):
     """Wrong for inputs that are parts of one tensor."""

@@ -11,7 +11,7 @@ import torch
 from .. import inputs, weights
 from ..case import OTHER_DTYPES, Case
 from ..errors import Raised
-from ..messages import FORWARD, OPTIONAL, USES, WAYS
+from ..messages import COPIES, FORWARD, OPTIONAL, USES, WAYS
 from ..process import Call, Result
 from ..results import alike, identical
 from ..shared import needed
@@ -57,14 +57,19 @@ def other_weights(case: Case) -> None:
             comparison.round(name, values, check="C2")
         elif _supported(case, state, values, way):
             try:
-                sides.adopt(state, way=way)
+                shared = sides.adopt(state, way=way)
             except Raised as error:
                 docket.note(f"not {name}: {error.reason}")
                 return
+            if shared:
+                docket.step("C2", f"{name}: the copy shares {', '.join(shared[:5])} with the first one")
             call = sides.call(values)
-            if way != "called":  # a copy may have its gradients in the first one's parameters
+            if way in COPIES:  # which may have their gradients in the first one's parameters
                 call = call.forward
-            comparison.unless_refused(name, "C2", call, f"not {name}")
+            if way != "copied alone":
+                comparison.unless_refused(name, "C2", call, f"not {name}")
+            elif not case.agrees(call):
+                docket.note("what a deep copy of it computes depends on the weights of the first one")
 
     # "assigned" and "data" first: a view of the weights' memory is stale from then on.
     others = [way for way in WAYS if way not in ("loaded", "in place")]
@@ -168,7 +173,8 @@ def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
     call = sides.call(values)
     for each in (way, "loaded"):
         try:
-            sides.give(sides.witness, state, sides.dtype, way=each)
+            if sides.give(sides.witness, state, sides.dtype, way=each):
+                return False
             found.append(sides.witness.call(call, case.docket.terms.timeout))
         except Raised:
             return False
