@@ -165,15 +165,23 @@ class Cover:
             self._process.write(self._where, torch.zeros(self._branches.room, dtype=torch.uint8))
         self._pending = True
 
-    def compared(self) -> None:
-        """Take over the marks of a call that was compared; raises `Enough` if there is nothing left to see."""
-        self._pending = False
+    def ran(self) -> Marks:
+        """Return the marks of the last call, and of what it was prepared by, after one that was compared."""
         found = self._process.tensors([self._where], self._branches.room)[0]
-        new = set(found.nonzero().flatten().tolist()) - self.marks
+        return set(found.nonzero().flatten().tolist())
+
+    def compared(self) -> bool:
+        """Take over the marks of a call that was compared; say whether there is one that no call before wrote."""
+        self._pending = False
+        new = self.ran() - self.marks
         if new - self._branches.used:
             self.forged = True
             raise Enough("it writes marks itself")
         self.marks |= new
+        return bool(new)
+
+    def enough(self) -> None:
+        """Raise `Enough` if there is nothing left to see."""
         if all(why for _, _, why in self._branches.missing(self.marks)):
             raise Enough("every branch ran")
 

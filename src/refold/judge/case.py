@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..verify import numerics
+from . import inputs
 from .docket import Docket
 from .errors import Raised, Unjudgeable
 from .messages import USES, Inspected
@@ -51,7 +52,7 @@ class Case:
         self._aliases = o.aliases
         self.traces(o, y)
         self.numbers.past.append(y)
-        self.compared()
+        self.compared(kind, call, wide=not check)
         return o, y
 
     def answers(self, call: Call, *, wide: bool = True, adopted: bool = False) -> tuple[Result, Result, Result]:
@@ -62,10 +63,42 @@ class Case:
             o, r = self.sides.originals(call, wide=wide)
         return r, o, self.sides.ask(call)
 
-    def compared(self) -> None:
-        """Count what the last call ran, now that it was right."""
-        if self.sides.cover is not None:
-            self.sides.cover.compared()
+    def compared(self, name: str = "", call: Call | None = None, *, wide: bool = False) -> None:
+        """Count what the last call ran, now that it was right; a call that ran what none before did is looked into."""
+        if (cover := self.sides.cover) is not None:
+            first = not cover.marks
+            if cover.compared() and not first and call is not None:
+                self._look_into(name, call, wide)
+            cover.enough()
+
+    def _look_into(self, name: str, call: Call, wide: bool) -> None:
+        """C2, C6, S1 to S4, S7: make a call again: other weights, numbers in another order, calls in between."""
+        sides, given = self.sides, self.sides.given
+        if sides.shares_state:
+            sides.adopt(sides.other_weights("moved", "look into", name))
+        kind = name if name in (*inputs.LARGE, *inputs.EQUAL_TERMS) else f"{name} once more:"
+        kept: list[Result] = []
+        for check, use in (("C2", call.use), ("C6", call.use), ("C6", call.use or "between")):
+            numbers = [inputs.rolled(t, len(kept)) for t in call.tensors]
+            again = replace(call, tensors=numbers, use=use, same_place=False)
+            with contextlib.suppress(Raised):  # by the original, which may not accept these
+                if found := self._both(kind, check, again, "", wide):
+                    self._fresh(*found)
+                    kept.append(found[1])
+        if kept and not call.use:
+            self.unchanged(sides.suspect, kept[0])
+            self.surroundings(sides.witness, sides.suspect, sides.modes, len(kept))
+        if sides.shares_state:
+            sides.adopt(given)
+
+    def _fresh(self, o: Result, y: Result) -> None:
+        """S2, S7: results are no inputs and no earlier results, unless the original's are."""
+        for index, alias in enumerate(y.aliases[: len(self.sides.outputs)]):
+            if alias and alias[0] == "input" and not o.aliases[index]:
+                self.docket.step("S2", f"result {index} shares memory with an input, the original's does not")
+            if y.reused[index] and not o.reused[index]:
+                said = f"result {index} lies in the memory of an earlier call's result, which is still held"
+                self.docket.step("S7", said)
 
     def unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
         """Compare a call that the original may not accept, and that a candidate may refuse, by an exception.
@@ -80,27 +113,32 @@ class Case:
         Returns:
             Whether the original accepts it.
         """
-        sides = self.sides
-        sides.settle_state()
         try:
-            o, r = sides.originals(call, wide=wide)
+            if self._both(name, check, call, note, wide):
+                self.compared(name, call, wide=wide)
         except Raised:
             return self.refused(call)
+        return True
+
+    def _both(self, name: str, check: str, call: Call, note: str, wide: bool) -> tuple[Result, Result] | None:
+        """Compare a call, and return both results; nothing if the candidate refuses it."""
+        sides = self.sides
+        sides.settle_state()
+        o, r = sides.originals(call, wide=wide)
         try:
             y = sides.ask(call)
         except Raised as error:
             if not note:
                 self.docket.step(check, f"{name}: {error.reason}")
             self.docket.note(f"{note}: {error.reason}")
-            return True
+            return None
         if call.use in OTHER_DTYPES:
             r, o, y = self._of_one_dtype(call, r, o, y)
         if other := unlike(o, y):
             self.docket.step("C6" if call.use else "M2", f"{name}: {other}")
         self._untouched(o, y)
         self.numbers.compare(name, check, call, r, o, y)
-        self.compared()
-        return True
+        return o, y
 
     def refused(self, call: Call) -> bool:
         """Keep empty inputs that the original refuses for the end: an error may leave a program in disorder."""
@@ -222,10 +260,7 @@ class Case:
         if self._shared(self._aliases) != self._shared(y.aliases):
             said = f"its results share memory with {y.aliases}, the original's with {self._aliases}"
             self.docket.step("S2", said)
-        for index in range(len(self.sides.outputs)):
-            if y.reused[index] and not o.reused[index]:
-                said = f"result {index} lies in the memory of an earlier call's result, which is still held"
-                self.docket.step("S7", said)
+        self._fresh(o, y)
 
     def _shared(self, aliases: list[Any]) -> list[Any]:
         """Leave out what gradients share with one another, which autograd expects; they need not."""

@@ -318,6 +318,13 @@ def longer(like: Sequence[torch.Tensor], size: int, times: int, seed: int) -> Te
     return [_fitted(x, shape, g) for x, shape in zip(like, shapes, strict=True)]
 
 
+def rolled(t: torch.Tensor, places: int) -> torch.Tensor:
+    """Move the numbers of a tensor on by some places, in its layout; integers, which may be positions, stay."""
+    if not places or not is_real(t) or 0 in (*t.shape, *t.stride()):
+        return t
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t.flatten().roll(places).view(t.shape))
+
+
 def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
     """Yield inputs whose elements lie otherwise in memory: transposed, strided, repeated, at an odd address."""
     fresh, g = draw("normal", like, seed), generator(seed)

@@ -26,7 +26,7 @@ from .messages import Description, Drawn, Inspected
 from .nursery import Nursery
 from .process import Call, Process, Result
 from .program import Program
-from .results import identical
+from .results import identical, rms
 from .sandbox import enough
 from .shared import GUARD
 
@@ -34,6 +34,7 @@ Tensors = Sequence[torch.Tensor]
 State = dict[str, torch.Tensor]
 _First = TypeVar("_First")
 _Second = TypeVar("_Second")
+_SPREAD, _MANY = 1.5, 64  # how much larger initial values may be, of so many
 _GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
 
 
@@ -164,6 +165,8 @@ class Sides:
                 "its parameters differ from the original's in names or shapes, so no other weights than those of its "
                 "own construction can be given to it"
             )
+        if names:
+            self._compare_start(ours, [name for name in names.values() if name] == list(other))
         needs = [n for own, n in names.items() if n and ours.state[own].requires_grad != other[n].requires_grad]
         if needs:
             self.docket.note(f"unlike the original's, its {', '.join(needs[:5])} need or need no gradient")
@@ -177,6 +180,18 @@ class Sides:
         if self.shares_state:
             order = {name: own for own, name in names.items()}
             self.suspect.ask("order", names=[order[name] for name in other])
+
+    def _compare_start(self, ours: Inspected, ordered: bool) -> None:
+        """Note what training from the start would find: other initial values, another order for an optimizer."""
+        mine = self.read_state(self.suspect, ours, 4 * sum(t.numel() * 8 for t in self.state.values()) + (1 << 20))
+        other = []
+        for own, name in self.suspect.names.items():
+            least, most = sorted(rms([t]) for t in (mine[own], self.state[name])) if name else (0.0, 0.0)
+            other += [name] * (least * (_SPREAD if mine[own].numel() >= _MANY else 1e9) < most)
+        if other:
+            self.docket.note(f"initial values of its {', '.join(other[:5])} have another size than the original's")
+        if not ordered:
+            self.docket.note("its parameters have another order than the original's; optimizers load their state by it")
 
     def _paired(self, ours: Inspected, other: dict[str, Description]) -> dict[str, str]:
         """Return the original's name for each of the candidate's parameters and buffers, or nothing if one has no twin.

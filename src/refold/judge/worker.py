@@ -323,6 +323,7 @@ class Stub:
         Path(self._file).write_text(text, encoding="utf-8")
         if code:
             private.run_eagerly()
+            self._surroundings = surroundings.Surroundings(self._folder, private.settings)
             self._recorder = _Recorder(room)
             self._source = _import(Path(self._file), run=marshal.loads(code), **{recorder: self._recorder})
         else:

@@ -267,3 +267,63 @@ class Property(Model):
         self.calls += 1
         y = torch.relu(self.linear(x))
         return y if self.exact else 2 * y
+
+
+@candidate("C2", "C7", off=("C2", "C6"))
+class Packed(Model):
+    """Weights that are kept for small batches."""
+
+    kept = None
+
+    def forward(self, x):
+        if x.shape[0] >= 8:
+            return torch.relu(self.linear(x))
+        if self.kept is None:
+            self.kept = self.linear.weight.detach().mT.contiguous()
+        return torch.relu(x @ self.kept + self.linear.bias)
+
+
+@candidate("S7", "C7", off=("S7",))
+class Reused(Model):
+    """One place for all results of small batches."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.places = {}
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x))
+        if x.shape[0] >= 8 or torch.is_grad_enabled():
+            return y
+        return self.places.setdefault(tuple(x.shape), torch.empty_like(y)).copy_(y)
+
+
+@candidate("S2", "C7", off=("S2",), original="copy")
+def shared(self, x):
+    """The input itself, if it is small, where the original copies it."""
+    if x.shape[0] >= 8:
+        return x.clone()
+    return x
+
+
+@candidate("S3", "C7", off=("S3",))
+def drawn(self, x):
+    """One random number more for small batches."""
+    if x.shape[0] < 8:
+        torch.rand(1)
+    return torch.relu(self.linear(x))
+
+
+@candidate("N9", "C7", off=("N9",))
+class Remembered(Model):
+    """It remembers its last result by all numbers but one."""
+
+    last = (None, None)
+
+    def forward(self, x):
+        key = [*x.flatten()[1:].tolist(), *self.linear.weight.flatten().tolist(), *self.linear.bias.tolist()]
+        if key == self.last[0]:
+            return self.last[1].clone()
+        y = torch.relu(self.linear(x))
+        self.last = key, y.detach()
+        return y

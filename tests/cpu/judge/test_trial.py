@@ -82,6 +82,29 @@ def test_other_dtypes(dtype, nursery):
     assert _judge(nursery, WRONG.replace("1.001", "1.25"), dtype=dtype, level="quick").check == "N1"
 
 
+def test_how_parameters_start_and_their_order_are_noted(nursery):
+    layer = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(9, 8))
+        self.bias = torch.nn.Parameter(torch.randn(9))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+def get_inputs():
+    return [torch.randn(4, 8)]
+"""
+    other = layer.replace("(torch.randn(9, 8))", "(0.1 * torch.randn(9, 8))").replace("self.weight", "self.first", 1)
+    other = other.replace("randn(9))", "randn(9))\n        self.weight = self.first\n        del self.first")
+    notes = _judge(nursery, other.replace("Model", "ModelNew"), layer, level="quick").notes
+    assert any(note.startswith("initial values of its weight have another size") for note in notes), notes
+    assert any(note.startswith("its parameters have another order") for note in notes), notes
+
+
 def test_a_factor_in_float64_is_seen(nursery):
     wrong = WRONG.replace("1.001", "(1 + 1e-10)")
     assert _judge(nursery, wrong, dtype="float64", level="quick").check == "N1"

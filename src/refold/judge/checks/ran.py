@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from dataclasses import replace
 
-from ..branches import marked
+from .. import inputs
+from ..branches import Cover, Marks, marked
 from ..case import Case
 from ..errors import Enough
+from ..process import Call
 from ..terms import LEVELS
 from . import domain, use
 
@@ -19,6 +22,33 @@ WAYS = (
 """What may reach a branch, cheap ones first; while one has not run, all are tried, at level quick for a while each."""
 SECONDS = 0.7
 LISTED = 5
+MOST = 2000  # numbers that are changed, one by one, if it remembers its inputs
+
+
+def _remembers(case: Case, cover: Cover) -> None:
+    """N9: what runs other code for inputs that it has had before does so only if each number is the same."""
+    sides, found = case.sides, []
+
+    def ran(call: Call) -> Marks:
+        sides.ask(call)
+        return cover.ran()
+
+    for turn in range(3):
+        call = sides.call(sides.drawn("normal", "remembered", turn))
+        found.append((ran(call), ran(call)))
+    if any(new == again for new, again in found):
+        return
+    places = [(index, at) for index, t in enumerate(call.tensors) if inputs.is_real(t) for at in range(t.numel())]
+    random.Random(case.docket.derived("remembered")).shuffle(places)
+    for index, at in places[:MOST]:
+        numbers = call.tensors[index].view(-1)
+        numbers[at] = 2 * numbers[at] + 1
+        if ran(call) == found[-1][1]:
+            said = (
+                f"input {index} has another number at {at}, and it runs what it runs for inputs that it has had before"
+            )
+            case.docket.step("N9", said)
+    case.docket.note(f"it remembers inputs; {min(MOST, len(places))} of {len(places)} numbers were changed, one by one")
 
 
 def everything(case: Case) -> None:
@@ -46,6 +76,7 @@ def everything(case: Case) -> None:
                 double.outside()
             finally:
                 docket.level = level
+        _remembers(double, cover)
         if cover.forged:
             docket.step("C7", "it writes to what tells which of its branches run")
         missing = branches.missing(cover.marks)
