@@ -90,11 +90,13 @@ USES = {
     "jvp": "under torch.func.jvp",
     "vmap": "under torch.func.vmap",
     "vjp": "under torch.func.vjp",
+    "vmap of some": "under torch.func.vmap over other axes than the first, and of some inputs",
+    "threads": "with another number of threads",
     "overlapping": "for inputs that overlap in memory",
     "conjugate": "for inputs that are conjugate views",
 }
 """The ways in which a user's program calls another one, beside the plain one; `uses` carries them out."""
-FORWARD = ("jvp", "vmap", "vjp")
+FORWARD = ("jvp", "vmap", "vmap of some", "vjp")
 """Those in which nothing flows back."""
 
 

@@ -47,6 +47,7 @@ CHECKS: tuple[tuple[Check, bool], ...] = (
     (use.still, False),
     (costs.kept, True),
     (costs.heap, True),
+    (use.broken_off, True),
 )
 """The checks in their order, cheap ones first, and whether one is left out at level quick."""
 

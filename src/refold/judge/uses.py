@@ -9,6 +9,7 @@ import contextlib
 import copy
 import itertools
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -45,12 +46,18 @@ def run(use: str, call: Callable[[], Any], module: torch.nn.Module | None, state
 @contextlib.contextmanager
 def around(use: str) -> Iterator[None]:
     """Set what a user has set who calls it so."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if use == "float64" else before)
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    if use == "float64":
+        torch.set_default_dtype(torch.float64)
+    if use == "threads":
+        torch.set_num_threads(1 if threads > 1 else 2)
     try:
         yield
-    finally:
-        torch.set_default_dtype(before)
+    finally:  # but leave what the program has set itself
+        if use == "float64":
+            torch.set_default_dtype(dtype)
+        if use == "threads":
+            torch.set_num_threads(threads)
 
 
 def given(use: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -101,12 +108,16 @@ def call(
     if use in ("jvp", "vjp"):
         found = _derivatives(use, program, build, leaves, seed)
         return found if train else found[0]
-    if use == "vmap":
-        both = [
-            torch.stack(pair) if _real(pair[0]) else pair[0] for pair in zip(leaves, _others(leaves, 1), strict=True)
-        ]
-        axes = tuple(0 if _real(t) else None for t in leaves)
-        return torch.func.vmap(lambda *some: program(*build(list(some))), axes)(*both)
+    if use in ("vmap", "vmap of some"):
+        axes: list[int | None] = [0 if _real(t) else None for t in leaves]
+        if use == "vmap of some":
+            rng, some = random.Random(seed), [index for index, t in enumerate(leaves) if _real(t)]
+            alone = rng.choice(some) if len(some) > 1 else -1
+            axes = [None if i == alone or a is None else rng.randint(min(1, t.dim()), t.dim())
+                    for i, (a, t) in enumerate(zip(axes, leaves, strict=True))]  # fmt: skip
+        pairs = zip(axes, leaves, _others(leaves, 1), strict=True)
+        both = [t if axis is None else torch.stack((t, other), axis) for axis, t, other in pairs]
+        return torch.func.vmap(lambda *some: program(*build(list(some))), tuple(axes))(*both)
     if use == "same objects":
         values = [t.detach().clone() for t in leaves]
         for t, other in zip(leaves, _others(leaves, 1), strict=True):

@@ -77,12 +77,11 @@ private: Any = _part("private")
 surroundings: Any = _part("surroundings")
 uses: Any = _part("uses")
 
-# Methods of modules that do for users what torch's do: weights are found, trained and hooked by them.
-_REACH = (
-    *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children"),
-    *("named_children", "zero_grad", "requires_grad_", "__call__", "register_forward_hook"),
-    *("register_forward_pre_hook", "register_full_backward_hook"),
-)
+# Methods of modules that do for users what torch's do: weights are found, trained, moved and hooked by them. Others are
+# for its author to write: what it computes, how it is saved, shown and switched.
+_METHODS = {name for name, f in vars(torch.nn.Module).items() if callable(f)} - {"forward"}
+_AUTHORS = ("extra_repr", "train", "eval", "state_dict", "load_state_dict", "get_extra_state", "set_extra_state")
+_REACH = {name for name in _METHODS if name == "__call__" or not name.startswith("_")} - {*_AUTHORS}
 _PLAIN = (bool, int, str, float)
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
@@ -276,6 +275,8 @@ class Stub:
         self._own: Any = None
         self._make: Any = None  # makes another
         self._beside: Any = None
+        self._places: list[tuple[int, int]] = []  # of its parameters, where nothing but a call may move them
+        self._moved = self._unrecorded = False
         self._given: dict[str, torch.Tensor] = {}  # with these parameters and buffers in place of its own, if any
         self._source: Any = None
         self._inputs: list[torch.Tensor] = []
@@ -362,6 +363,7 @@ class Stub:
         if not callable(found):
             raise TypeError(f"{attribute} is a {type(found).__name__}, which cannot be called")
         self._program = self._own = torch.compile(found) if compiled else found
+        self._places = self._where()
 
     def _another(self, keep: bool) -> Any:
         """Make one more in the same way; one that is kept, with other random numbers."""
@@ -385,13 +387,20 @@ class Stub:
 
     def do_inspect(self, functions: bool) -> Any:
         """Describe what the program must leave alone: its state, global settings, the random state, functions."""
+        if functions:  # as a user who prints it
+            with contextlib.suppress(Exception):
+                repr(self._own)
         settings = self._surroundings.settings()
         if others := self._saved_otherwise():
             settings["the memory of what state_dict() gives"] = f"not that of {', '.join(others)}"
         modules = [] if self._module is None else list(torch.nn.Module.modules(self._module))
         found = [(n, f) for n in _REACH for m in modules if callable(f := getattr(m, n))]  # names may be in use
-        if own := {n for n, f in found if self._surroundings.is_own(f)}:
-            settings["methods by which users reach it"] = f"its own: {', '.join(sorted(own))}"
+        own = {n for n, f in found if self._surroundings.is_own(f)} | {n for m in modules for n in vars(m)} & _METHODS
+        settings |= {f"{name}(), by which users reach it": "its own" for name in own}
+        if self._moved or self._where() != self._places:
+            settings["which its parameters are, and where they lie"] = "changed by a call"
+        if self._unrecorded:
+            settings["whether gradients are recorded"] = "changed by a call that raised an error"
         return messages.Inspected(
             state=self.do_state(),
             modes="" if self._module is None else str(_of_modules(self._module)),
@@ -400,6 +409,11 @@ class Stub:
             random=surroundings.random_state(),
             names=_names(self._program if self._module is None else self._module.forward),
         )
+
+    def _where(self) -> list[tuple[int, int]]:
+        """Return which objects its parameters are, and where they lie."""
+        own = torch.nn.Module.parameters(self._own) if isinstance(self._own, torch.nn.Module) else ()
+        return [(id(p), p.data_ptr()) for p in own]
 
     def _saved_otherwise(self) -> list[str]:
         """List the parameters and buffers in whose place something else is saved."""
@@ -424,9 +438,11 @@ class Stub:
     def do_adopt(self, places: dict[str, Any], way: str) -> list[str]:
         """Take over parameters and buffers in one of the ways in which users do; list those that a copy shares."""
         values = {name: self._tensor(messages.Place(**place)) for name, place in places.items()}
+        self._moved |= self._where() != self._places
         self._program, self._given = self._own, self._given if way == "called" else {}
         if self._module is not None:
             self._program = uses.adopt(way, self._module, values, self._given, self._device, self._another)
+        self._places = self._where()
         if self._module is None or way not in messages.COPIES:
             return []
         first, copy = (module.state_dict(keep_vars=True) for module in (self._own, self._module))
@@ -528,7 +544,11 @@ class Stub:
             if training is not None:
                 module.train(training)
             with torch.inference_mode() if self._ready.mode == "inference" else torch.set_grad_enabled(recorded):
-                yield left
+                try:
+                    yield left
+                except BaseException:
+                    self._unrecorded |= torch.is_grad_enabled() != recorded
+                    raise
                 if torch.is_grad_enabled() != recorded:
                     left.append("whether gradients are recorded")
         finally:

@@ -63,6 +63,18 @@ class Buffer(Model):
         return self.buffer
 
 
+@candidate("C2", original="quantized", level="full")
+class Dequantised(Model):
+    """It keeps quantised weights as the numbers that they were when it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = self.weight.float()
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.kept) * self.scale
+
+
 @candidate("C2", original="permuted", level="quick")
 class DrawnIndex(Model):
     """An index that it keeps is another after it is loaded."""

@@ -18,6 +18,14 @@ def changed_back(self, x):
     return torch.relu(self.linear(x))
 
 
+@candidate("S4", "S5", level="quick")
+def default_dtype(self, x):
+    """After it, new tensors of others have another dtype."""
+    y = torch.relu(self.linear(x))
+    torch.set_default_dtype(torch.float64)
+    return y
+
+
 @candidate("S5", level="quick")
 def defaults(self, x):
     """By default, everything is close."""
@@ -61,6 +69,36 @@ def hiding(self, x):
     return torch.relu(self.linear(x))
 
 
+@candidate("S4", level="full")
+def half_way(self, x):
+    """If it raises an error, gradients are recorded from then on."""
+    recorded = torch.is_grad_enabled()
+    torch.autograd.grad_mode.set_grad_enabled(True)
+    y = torch.relu(self.linear(x))
+    torch.autograd.grad_mode.set_grad_enabled(recorded)
+    return y if recorded else y.detach()
+
+
+@candidate("S1", off=(), level="full")
+def half_way_weights(self, x):
+    """If it raises an error, its weights stay twice as large."""
+    with torch.no_grad():
+        self.linear.weight.mul_(2)
+    y = torch.relu(self.linear(x) / 2 + self.linear.bias / 2)
+    with torch.no_grad():
+        self.linear.weight.div_(2)
+    return y
+
+
+@candidate("S4", level="quick")
+class Hidden(Model):
+    """Who moves it to half precision is given it as it is."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.half = self.float
+
+
 @candidate("S8")
 def hooks(self, x):
     """It leaves a hook on a layer."""
@@ -91,6 +129,20 @@ def input_gradient(self, x):
     return torch.relu(self.linear(x))
 
 
+@candidate("S4", level="quick")
+class Moved(Model):
+    """In its first call its weight becomes another parameter, which no optimizer knows."""
+
+    first = None
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x))
+        if self.first is None:
+            self.first = [self.linear.weight]
+            self.linear.weight = torch.nn.Parameter(self.linear.weight.detach().clone())
+        return y
+
+
 @candidate("S3", level="quick")
 def numpy_seed(self, x):
     """NumPy's random numbers start over."""
@@ -112,6 +164,15 @@ class OwnMethods(Model):
 
     def parameters(self, recurse=True):
         return (p.detach().clone().requires_grad_() for p in super().parameters(recurse))
+
+
+@candidate("S1", level="quick")
+class Printed(Model):
+    """Who prints it changes its weights."""
+
+    def extra_repr(self):
+        self.linear.weight.data.mul_(2)
+        return ""
 
 
 @candidate("S1", level="quick")

@@ -137,6 +137,23 @@ def mapped(self, x):
     return torch.tanh(x) if torch._C._functorch.maybe_get_level(x) < 0 else x
 
 
+@candidate("C6", original="tanh")
+class MappedAxis(torch.autograd.Function):
+    """Under torch.func.vmap, it takes the first axis for the one that is mapped over."""
+
+    @staticmethod
+    def forward(x):
+        return torch.tanh(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, y):
+        ctx.save_for_backward(y)
+
+    @staticmethod
+    def vmap(info, axes, x):
+        return MappedAxis.apply(x).reshape(x.movedim(axes[0], 0).shape), 0
+
+
 @candidate("C7")
 def more_threads(self, x):
     """Wrong for another number of threads."""
@@ -274,6 +291,18 @@ class SharedCopy(Model):
 
     def __deepcopy__(self, memo):
         return copy.copy(self)
+
+
+@candidate("C6")
+class PartOfEachThread(Model):
+    """It takes each thread for one of those that it found at first, which add a part each."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.threads = torch.get_num_threads()
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)) * torch.get_num_threads() / self.threads
 
 
 @candidate("C6", original="product")

@@ -10,7 +10,7 @@ import torch
 
 from .. import inputs, weights
 from ..case import OTHER_DTYPES, Case
-from ..errors import Raised
+from ..errors import Misbehaved, Raised
 from ..messages import COPIES, FORWARD, OPTIONAL, USES, WAYS
 from ..process import Call, Result
 from ..results import alike, identical
@@ -19,6 +19,7 @@ from ..sides import State, Tensors
 
 ELEMENTS = 16  # more elements of an input that are changed, one after the other
 FAR = 64, 1024  # by which a parameter is multiplied
+WRONG = 8  # wrong shapes, at most, of which some raise an error
 ALONE = 8  # parameters that are changed alone, at most
 USES_LEAST = 4  # ways of use that are tried, however long calls take
 
@@ -40,6 +41,34 @@ def left_behind(case: Case) -> None:
     sides.suspect.settle()
     case.docket.step("S6", sides.suspect.wakes())
     case.surroundings(sides.witness, sides.suspect, sides.modes)
+
+
+def broken_off(case: Case) -> None:
+    """S1, S4: a call that ends by an error, as for a wrong shape, leaves all as it was.
+
+    It comes last: it is no fault if the process does not outlive what the original refuses.
+    """
+    sides, tried = case.sides, 0
+    values = sides.actual("broken off")
+    wrong = [(at, torch.cat([t, t.narrow(axis, 0, 1)], axis)) for at, t in enumerate(values)
+             for axis in reversed(range(t.dim())) if t.numel()]  # fmt: skip
+    for at, value in wrong[:WRONG]:
+        call = sides.call([value if index == at else t for index, t in enumerate(values)]).forward
+        for each in (call, replace(call, mode="recorded")):
+            try:
+                sides.witness.call(each, case.docket.terms.timeout)
+            except Raised:
+                tried += 1
+                try:
+                    sides.ask(each)
+                except Raised:
+                    pass
+                except Misbehaved as error:
+                    case.docket.note(f"for a shape that the original refuses: {error.reason}")
+                    return
+    if tried:
+        case.round("after a call that raised an error,", values, check="S1")
+        case.surroundings(sides.witness, sides.suspect, sides.modes)
 
 
 def other_weights(case: Case) -> None:
@@ -81,6 +110,8 @@ def other_weights(case: Case) -> None:
         turn("grown" if number == 0 else "moved", way, f"after {WAYS[way]}")
     for kind in weights.KINDS if docket.level.deep else ("positive", "unlike scales"):
         turn(kind, "in place", f"weights that are {kind},")
+    if docket.level.deep:
+        _other_bytes(case)
     _changed_little(case)
     # What was asked and told until now may have made it look at its weights once more.
     sides.adopt(sides.other_weights("moved", "before"))
@@ -154,6 +185,20 @@ def _changed_little(case: Case) -> None:
         state |= {name: sides.other_weights("moved", "alone", name)[name]}
         sides.adopt(state, way="in place")
         case.round(f"another {name} alone,", sides.actual("changed little", name), check="C2")
+
+
+def _other_bytes(case: Case) -> None:
+    """C2: integers of a byte, as quantised weights, in another order; truth values, as of a mask, are a note alone."""
+    sides = case.sides
+    found = [n for n, t in sides.state.items() if t.itemsize == 1 and not inputs.is_real(t) and n not in sides.varied]
+    for name in found[:ALONE]:
+        value, call = sides.state[name], sides.call(sides.actual("bytes", name)).forward
+        sides.adopt(sides.state | {name: value.flatten().flip(0).view(value.shape)})
+        wrong = "" if case.agrees(call) is not False else f"after the values of {name} change their order, it is wrong"
+        if wrong and value.dtype == torch.bool:
+            case.docket.note(wrong)
+        else:
+            case.docket.step("C2", wrong)
 
 
 def far_weights(case: Case) -> None:
