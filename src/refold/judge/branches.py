@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .errors import Enough
+from .errors import Enough, Misbehaved
 from .excuses import PLACES, Excuses, reachable
 from .messages import Description
 from .program import Program
@@ -125,7 +125,18 @@ def marked(program: Program, name: str, given: int, train: bool, seed: int) -> B
         given: The arguments that its calls have.
         train: Whether gradients are asked for.
         seed: Where the marks lie.
+
+    Raises:
+        Misbehaved: It cannot be read here, by C7.
     """
+    try:
+        return _marked(program, name, given, train, seed)
+    except RecursionError as error:
+        reason = "its expressions, or what they refer to, are nested too deeply to put marks into them"
+        raise Misbehaved("C7", reason) from error
+
+
+def _marked(program: Program, name: str, given: int, train: bool, seed: int) -> Branches:
     tree = ast.parse(program.text)
     # What runs where this is the main program is no part of the candidate.
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and _MAIN in ast.unparse(node.test))]

@@ -428,7 +428,7 @@ def _takes_places(solution: Solution, text: str, inputs: int) -> bool:
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise TargetError(f"the source {solution.entry[0]} of {solution.name} is not Python: {error}") from error
+        raise TargetError(f"the source {solution.entry[0]} of {solution.name} cannot be parsed: {error}") from error
     for node in nodes:
         if isinstance(node, ast.FunctionDef) and node.name == solution.entry[1]:
             return len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults) > inputs

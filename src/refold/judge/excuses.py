@@ -11,6 +11,8 @@ import ast
 import builtins
 import re
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +83,7 @@ class Excuses:
         self._classes: dict[str, ast.ClassDef] = {}
         self._imported: dict[str, str] = {}
         self._functions: dict[int, Function] = {}  # by their lines; those that are marked change
+        self._known: dict[tuple[Any, ...], Any] = {}  # what was asked before
         self._body = tree.body
         self._arguments: set[str] = set()  # names of arguments, of errors and in cases
         self._members: set[str] = set()  # what bodies of classes define
@@ -234,10 +237,9 @@ class Excuses:
     def excuse(self, leaf: ast.expr, function: Function, owner: Class) -> str:
         """Say why a condition may have one value in the whole trial; empty if it may not."""
         if isinstance(leaf, ast.Call) and isinstance(leaf.func, ast.Name) and self._bound[leaf.func.id] == 1:
-            inner = self._short.pop(leaf.func.id, None)  # it may call itself
-            found = "" if inner is None else self.excuse(inner, None, None)
-            self._short[leaf.func.id] = inner
-            return found
+            inner = self._short.get(leaf.func.id)
+            ask = lambda: "" if inner is None else self.excuse(inner, None, None)  # noqa: E731
+            return str(self._once("", "short", leaf.func.id, ask=ask))
         if isinstance(leaf, ast.BoolOp):
             parts = [self.excuse(value, function, owner) for value in leaf.values]
             return parts[0] if all(parts) else ""
@@ -254,7 +256,20 @@ class Excuses:
                 return "with other packages"
             if function is not None and all(self._never_given(name, function, owner, leaf) for name in named):
                 return "with arguments that no call gives"
-        return "if it is made with other arguments" if self._fixed(leaf, function, owner, frozenset()) else ""
+        return "if it is made with other arguments" if self._fixed(leaf, function, owner) else ""
+
+    def _once(self, unknown: Any, *key: Any, ask: Callable[[], Any]) -> Any:
+        """Ask only once; what depends on itself is not known."""
+        if key not in self._known:
+            self._known[key] = unknown
+            self._known[key] = ask()
+        return self._known[key]
+
+    def _bindings(self, function: Function, name: str, leaf: ast.expr) -> list[ast.expr | None]:
+        """List what a function may have set a name to before it comes to an expression; None if not plainly."""
+        found = self._once(None, "values", function.lineno, ask=lambda: _values(self._functions[function.lineno]))
+        at, row = (leaf.lineno, leaf.col_offset), leaf.lineno
+        return [v for v, end, first, last in found.get(name, ()) if end <= at or first <= row <= last]
 
     def only_decides(self, node: ast.Assign) -> bool:
         """Say whether what is set here is read as the condition of blocks and nowhere else.
@@ -266,19 +281,18 @@ class Excuses:
         hidden = self._dynamic or self.looks_up or (self.strings[name] > self._variables[name] * self._has_os)
         return self._bound[name] == 1 and self.names[name] == 1 + self._conditions[name] and not hidden
 
-    def _never_given(
-        self, name: str, function: Function, owner: Class, leaf: ast.expr, seen: frozenset[str] = frozenset()
-    ) -> bool:
+    def _never_given(self, name: str, function: Function, owner: Class, leaf: ast.expr) -> bool:
         """Say whether an argument has its default in each call, or is one like it, until it comes to an expression."""
+        ask = partial(self._is_never_given, name, function, owner, leaf)
+        return bool(self._once(False, "given", name, function.lineno, *_position(leaf), ask=ask))
+
+    def _is_never_given(self, name: str, function: Function, owner: Class, leaf: ast.expr) -> bool:
         a = function.args
         own = [*a.posonlyargs, *a.args]
         names, keywords = [p.arg for p in own], [p.arg for p in a.kwonlyargs]
         defaults = dict(zip(names[len(own) - len(a.defaults) :], a.defaults, strict=True))
         defaults |= {k: d for k, d in zip(keywords, a.kw_defaults, strict=True) if d is not None}
-        this = f"{function.name}.{name}"
-        if this in seen or name not in (*names, *keywords) or self.looks_up:
-            return False
-        if _values(self._functions[function.lineno], name, leaf):
+        if name not in (*names, *keywords) or self.looks_up or self._bindings(function, name, leaf):
             return False
         left_out = isinstance(defaults.get(name), ast.Constant)
         at = (names.index(name) if name in names else len(names)) - (owner is not None)
@@ -298,54 +312,59 @@ class Excuses:
                 return False
             given = [*call.args[at : at + 1], *(k.value for k in call.keywords if k.arg == name)]
             passed_on = where is not None and all(
-                isinstance(a, ast.Name) and self._never_given(a.id, where, cls, call, seen | {this}) for a in given
+                isinstance(a, ast.Name) and self._never_given(a.id, where, cls, call) for a in given
             )
             return passed_on if given else left_out
 
         plain = function.name != "forward"
         return all(unknown(*c) for c in calls if plain or not getattr(builtins, ast.unparse(c[0].func), None))
 
-    def _fixed(self, node: ast.expr, function: Function, owner: Class, seen: frozenset[str]) -> bool:
+    def _fixed(self, node: ast.expr, function: Function, owner: Class) -> bool:
         """Say whether an expression has one value for all that a module lives."""
-        if isinstance(node, ast.Constant):
-            return True
+        if isinstance(node, (ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp, ast.Constant)):
+            inner = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
+            return all(self._fixed(c, function, owner) for c in inner)
+        ask = partial(self._is_fixed, node, function, owner)
+        lines = function and function.lineno, owner and owner.lineno
+        return bool(self._once(False, "fixed", *lines, *_position(node), ask=ask))
+
+    def _is_fixed(self, node: ast.expr, function: Function, owner: Class) -> bool:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            stores, cls = self._stores(node.attr, owner, seen), self._classes.get(owner.name) if owner else None
+            stores, cls = self._stores(node.attr, owner), self._classes.get(owner.name) if owner else None
             if cls is not None and not self._stored.get(node.attr):
-                return self._set_once(node.attr, cls.body, seen)
-            return len(stores) == 1 and self._fixed(*stores[0], seen | {node.attr})
+                return self._set_once(node.attr, cls.body)
+            return len(stores) == 1 and self._fixed(*stores[0])
         if isinstance(node, ast.Attribute):
             named = ast.unparse(node.value) == "torch" and "torch" not in self._made
             of_torch = named and isinstance(getattr(torch, node.attr, None), torch.dtype)
-            return of_torch or (not self._changed(node.attr) and self._fixed(node.value, function, owner, seen))
+            return of_torch or (not self._changed(node.attr) and self._fixed(node.value, function, owner))
         if isinstance(node, ast.Name):
-            values = [] if function is None else _values(self._functions[function.lineno], node.id, node)
-            if any(value is None or not self._fixed(value, function, owner, seen) for value in values):
+            values = [] if function is None else self._bindings(function, node.id, node)
+            if any(value is None or not self._fixed(value, function, owner) for value in values):
                 return False
             a = ast.arguments([], [], None, [], [], None, []) if function is None else function.args
             given = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None]
             if node.id not in given:
-                return bool(values) or self._set_once(node.id, self._body, seen)
-            constant = all(self._fixed(d, None, None, seen) for d in (*a.defaults, *filter(None, a.kw_defaults)))
+                return bool(values) or self._set_once(node.id, self._body)
+            constant = all(self._fixed(d, None, None) for d in (*a.defaults, *filter(None, a.kw_defaults)))
             made = owner is not None and function.name == "__init__" and node.id != given[0] and constant
-            return made and self._made_once(owner, seen)  # type: ignore[arg-type]
+            return made and self._made_once(owner)  # type: ignore[arg-type]
         if isinstance(node, ast.Call):
             each = (*node.args, *(k.value for k in node.keywords))
-            return self._is_record(ast.unparse(node.func)) and all(self._fixed(a, function, owner, seen) for a in each)
+            return self._is_record(ast.unparse(node.func)) and all(self._fixed(a, function, owner) for a in each)
         if isinstance(node, ast.Compare) and (found := _ASKED.fullmatch(ast.unparse(node))):
-            stores = self._stores(found[1], owner, seen)
-            return bool(stores) and all(self._is_or_is_none(*store, seen | {found[1]}) for store in stores)
-        if isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp)):
-            inner = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
-            return all(self._fixed(c, function, owner, seen) for c in inner)
+            stores = self._stores(found[1], owner)
+            return bool(stores) and all(self._is_or_is_none(*store) for store in stores)
+        if isinstance(node, ast.Compare):
+            return all(self._fixed(c, function, owner) for c in (node.left, *node.comparators))
         return False
 
-    def _set_once(self, name: str, body: list[ast.stmt], seen: frozenset[str]) -> bool:
+    def _set_once(self, name: str, body: list[ast.stmt]) -> bool:
         """Say whether one statement of a body sets a name, to a fixed value, and nothing sets it otherwise."""
         set_here = [n.value for n in body if isinstance(n, (ast.Assign, ast.AnnAssign)) and name in map(
             ast.unparse, n.targets if isinstance(n, ast.Assign) else [n.target])]  # fmt: skip
-        once = self._bound[name] == 1 and not self._changed(name) and name not in self._arguments | seen
-        return once and all(v is not None and self._fixed(v, None, None, seen | {name}) for v in set_here or [None])
+        once = self._bound[name] == 1 and not self._changed(name) and name not in self._arguments
+        return once and all(v is not None and self._fixed(v, None, None) for v in set_here or [None])
 
     def _changed(self, name: str) -> bool:
         """Say whether an attribute of this name may be set after its object was made."""
@@ -361,24 +380,24 @@ class Excuses:
         known &= self._bound[name] == 1 and not cls.keywords and self.names["__init__"] == len(made)
         return known and all(
             isinstance(n, ast.AnnAssign) and not self._changed(ast.unparse(n.target))
-            and (n.value is None or self._fixed(n.value, None, None, frozenset()))
+            and (n.value is None or self._fixed(n.value, None, None))
             for n in cls.body[ast.get_docstring(cls) is not None :]
         )  # fmt: skip
 
-    def _stores(self, name: str, owner: Class, seen: frozenset[str]) -> list[tuple[ast.expr, Function, Class]]:
+    def _stores(self, name: str, owner: Class) -> list[tuple[ast.expr, Function, Class]]:
         """List what is stored in an attribute, if that is done where modules of a class are made and nowhere else."""
         stores = self._stored.get(name, [])
         named = [] if owner is None else [owner.name, *map(ast.unparse, owner.bases)]  # also of what it inherits from
         within = all(v and f and c and f.name == "__init__" and c.name in named for v, f, c in stores)
-        hidden = self._dynamic or name in seen or name in self.strings or name in self._members
+        hidden = self._dynamic or name in self.strings or name in self._members
         return [] if hidden or not within else stores  # type: ignore[return-value]
 
-    def _is_or_is_none(self, node: ast.expr, function: Function, owner: Class, seen: frozenset[str]) -> bool:
+    def _is_or_is_none(self, node: ast.expr, function: Function, owner: Class) -> bool:
         """Say whether it is fixed whether a value is None."""
         if isinstance(node, ast.IfExp):
-            arms = (self._is_or_is_none(arm, function, owner, seen) for arm in (node.body, node.orelse))
-            return self._fixed(node.test, function, owner, seen) and all(arms)
-        return self._makes(node) or self._fixed(node, function, owner, seen)
+            arms = (self._is_or_is_none(arm, function, owner) for arm in (node.body, node.orelse))
+            return self._fixed(node.test, function, owner) and all(arms)
+        return self._makes(node) or self._fixed(node, function, owner)
 
     def _makes(self, node: ast.expr) -> bool:
         """Say whether a class is called, of this file or of a package, by the name that it has there."""
@@ -388,16 +407,16 @@ class Excuses:
         own = first in self._classes and self._bound[first] == 1 and not {"__new__", "metaclass"} & self._defined
         return own or bool(self._imported.get(first))
 
-    def _made_once(self, owner: ast.ClassDef, seen: frozenset[str]) -> bool:
+    def _made_once(self, owner: ast.ClassDef) -> bool:
         """Say whether modules of a class are made where the judged one is, from fixed arguments."""
-        key, calls = f"class {owner.name}", self._calls.get(owner.name, [])
-        if key in seen or self._dynamic or self.names[owner.name] > len(calls) or owner.name in self.strings:
+        calls = self._calls.get(owner.name, [])
+        if self._dynamic or self.names[owner.name] > len(calls) or owner.name in self.strings:
             return False
         if owner.name == self.attribute:
             return not calls
         return bool(calls) and all(
             cls is not None and not _same(cls, owner) and where is not None and where.name == "__init__"
-            and all(self._fixed(a, where, cls, seen | {key}) for a in (*call.args, *(k.value for k in call.keywords)))
+            and all(self._fixed(a, where, cls) for a in (*call.args, *(k.value for k in call.keywords)))
             for call, where, cls in calls
         )  # fmt: skip
 
@@ -436,22 +455,21 @@ def _guards(tree: ast.Module) -> set[str]:
 
 def reachable(body: list[ast.stmt], attribute: str) -> list[ast.stmt]:
     """List the statements of a file, without functions and classes to which no name leads from what is called."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    others = {node.name: node for node in body if isinstance(node, kinds)}
-    roots = {
-        name: {ast.unparse(d).split(".")[0].split("(")[0] for d in node.decorator_list} for name, node in others.items()
-    }
-    left: list[ast.stmt] = [node for node in body if not isinstance(node, kinds)]
-    left += [others[name] for name, used in roots.items() if name == attribute or not used <= _PLAIN]
-    found = []
+    left: list[ast.stmt] = []
+    found, others = set[int](), dict[str, list[ast.stmt]]()
+    for node in body:
+        used, name = set(), attribute
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            used, name = {ast.unparse(d).split(".")[0].split("(")[0] for d in node.decorator_list}, node.name
+        (left if name == attribute or not used <= _PLAIN else others.setdefault(name, [])).append(node)
     while left:
-        found.append(node := left.pop())
-        others = {name: other for name, other in others.items() if other not in found}
-        parts = list(ast.walk(node))
-        names = {getattr(n, "id", None) or getattr(n, "attr", None) or getattr(n, "value", None)
-                 for n in parts if isinstance(n, (ast.Name, ast.Attribute, ast.Constant))}  # fmt: skip
-        left += [other for name, other in others.items() if (name in names or _looks_up(node)) and other not in left]
-    return [node for node in body if node in found]
+        node = left.pop()
+        found.add(id(node))
+        names: set[Any] = {getattr(n, "id", None) or getattr(n, "attr", None) or getattr(n, "value", None)
+                 for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute, ast.Constant))}  # fmt: skip
+        for said in list(others) if _looks_up(node) else names & others.keys():
+            left += others.pop(said)
+    return [node for node in body if id(node) in found]
 
 
 def _looks_up(tree: ast.AST) -> bool:
@@ -469,24 +487,32 @@ def _same(one: Any, other: Any) -> bool:
     return one is not None and other is not None and (one.name, one.lineno) == (other.name, other.lineno)
 
 
-def _values(function: Function, name: str, leaf: ast.expr) -> list[ast.expr | None]:
-    """List what a function may have set a name to before it comes to an expression; None if not by a plain statement.
+def _position(node: ast.expr) -> tuple[Any, ...]:
+    return ast.unparse(node), node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+def _values(function: Function) -> dict[str, list[tuple[ast.expr | None, tuple[int, int], int, int]]]:
+    """List what a function sets each name to: None if not by a plain statement, where it ends, the loop that it is in.
 
     What a statement sets that ends later counts in a loop alone; other bindings, as of a lambda, count in any case.
     """
-    nodes, at, found, plain = list(ast.walk(function)), (leaf.lineno, leaf.col_offset), [], set[int]()
-    loops = [n for n in nodes if isinstance(n, (ast.For, ast.While)) and n.lineno <= leaf.lineno <= (n.end_lineno or 0)]
-    again = {id(n) for loop in loops for n in ast.walk(loop)}
-    for n in nodes:
+    found: dict[str, list[tuple[ast.expr | None, tuple[int, int], int, int]]] = {}
+    left: list[tuple[Any, int, int]] = [(function, 0, -1)]  # nodes, and the first and last line of the outer loop
+    body, plain = set(map(id, function.body)), set[int]()
+    for n, first, last in left:
+        if isinstance(n, (ast.For, ast.AsyncFor, ast.While)) and last < 0:
+            first, last = n.lineno, n.end_lineno or 0
+        left += [(child, first, last) for child in ast.iter_child_nodes(n)]
         if isinstance(n, (ast.Assign, ast.AnnAssign)):
             targets = n.targets if isinstance(n, ast.Assign) else [n.target]
-            here = {id(t) for t in targets if isinstance(t, ast.Name) and t.id == name}
-            plain |= here
-            if here and (id(n) in again or (n.end_lineno or 0, n.end_col_offset or 0) <= at):
-                found.append(n.value if n in function.body and len(targets) == 1 else None)
-        stored = isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load) and id(n) not in plain
-        said = [vars(n).get(key) for key in ("name", "asname", "rest")]  # of a case, an import, an error
-        said += [p.arg for p in ast.walk(n.args) if isinstance(p, ast.arg)] if isinstance(n, ast.Lambda) else []
-        said += n.names if isinstance(n, (ast.Global, ast.Nonlocal)) else []
-        found += [None] if stored or name in said else []
+            value, end = n.value if id(n) in body and len(targets) == 1 else None, (n.end_lineno, n.end_col_offset)
+            for t in (t for t in targets if isinstance(t, ast.Name)):
+                plain.add(id(t))
+                found.setdefault(t.id, []).append((value, end, first, last))  # type: ignore[arg-type]
+        said = {vars(n).get(key) for key in ("name", "asname", "rest")} - {None}  # of a case, an import, an error
+        said |= {n.id} if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load) and id(n) not in plain else set()
+        said |= {p.arg for p in ast.walk(n.args) if isinstance(p, ast.arg)} if isinstance(n, ast.Lambda) else set()
+        said |= set(n.names) if isinstance(n, (ast.Global, ast.Nonlocal)) else set()
+        for name in said:
+            found.setdefault(name, []).append((None, (0, 0), 0, -1))
     return found

@@ -55,7 +55,10 @@ class Program:
     def defines(self) -> set[str]:
         """Names that the source may define outside of functions and classes, in whatever branch; ``*`` for any."""
         found: set[str] = set()
-        left: list[ast.AST] = [ast.parse(self.text)]
+        try:
+            left: list[ast.AST] = [ast.parse(self.text)]
+        except RecursionError:  # Python itself may run it
+            return {"*"}
         while left:
             node = left.pop()
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -106,7 +109,7 @@ def source(text: str, *, name: str = "candidate.py", attribute: str = "", role: 
     found = Program(text, name, attribute)
     try:
         defined = found.defines
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, MemoryError) as error:
         raise TargetError(f"{role} {name} is not Python: {error}") from error
     if not {attribute, "*"} & defined:
         raise TargetError(f"{role} {name} does not define {attribute}; define it, or name another with file.py:name")

@@ -6,8 +6,9 @@ import traceback
 import pytest
 import torch
 
-from refold.judge import Program, worker
+from refold.judge import Program, source, worker
 from refold.judge.branches import marked
+from refold.judge.errors import Misbehaved
 
 HEAD = "import torch\n"
 MODULE = """
@@ -207,6 +208,38 @@ def f(x):
         space["f"](torch.ones(2, 2))
     lines = [frame.lineno for frame in traceback.extract_tb(error.tb) if frame.filename == "candidate.py"]
     assert lines == [text[: text.index("undefined")].count("\n") + 1]
+
+
+CHAINS = {
+    "def f0(x): return x.is_cuda": ("def f{1}(x): return f{0}(x) and f{0}(x)", "f59(x)", "on other devices"),
+    "A0 = 3": ("A{1} = A{0} + A{0}", "A59 > 9", "if it is made with other arguments"),
+    "def f0(x, m=None): return x if m is None else m": (
+        "def f{1}(x, m=None): return f{0}(x, m) + f{0}(x, m)",
+        "f59(x)",
+        "with arguments that no call gives",
+    ),
+    "class C0(NamedTuple): a: int = 3": (
+        "class C{1}(NamedTuple): a: int = C{0}(); b: int = C{0}()",
+        "C59() is None",
+        "if it is made with other arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("first", CHAINS)
+def test_what_refers_twice_to_what_does_so_too_is_looked_at_once(first):
+    again, condition, why = CHAINS[first]
+    lines = ["from typing import NamedTuple", first, *(again.format(n - 1, n) for n in range(1, 60))]
+    sites = told("\n".join([*lines, f"def f(x):\n    if {condition}: x = 2 * x\n    return x\n"])).sites
+    assert any(excuse(set()).startswith(why) for site in sites for excuse in site.excuse)
+
+
+def test_what_is_nested_too_deeply_is_refused_and_is_python():
+    text = f"def f(x):\n    return x{' + x' * 3000}\n"
+    assert source(text, attribute="f").text == text
+    with pytest.raises(Misbehaved, match="nested too deeply") as error:
+        told(text)
+    assert error.value.check == "C7"
 
 
 def test_kernels_are_told_and_not_marked():
