@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .errors import Enough, Misbehaved
-from .excuses import PLACES, Excuses, reachable
+from .excuses import PLACES, Excuses, comparisons, reachable
 from .messages import Description
 from .program import Program
 
@@ -260,7 +260,8 @@ class _Marker(ast.NodeTransformer):
     def _excuse(self, node: Any) -> tuple[str, Excuse]:
         """Say why a condition may have one value, and return what says so if only torch is asked for places."""
         why = self._facts.excuse(node, self._function, self._owner)
-        own = {ast.unparse(n.value) for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr in PLACES}
+        parts = [n for each in self._facts.asked(node, self._function, self._owner) for n in ast.walk(each)]
+        own = {ast.unparse(n.value) for n in parts if isinstance(n, ast.Attribute) and n.attr in PLACES}
 
         def excuse(marks: Marks) -> str:
             asked = own if own or not isinstance(node, ast.Call) else self._foreign  # by a function of one line
@@ -438,10 +439,16 @@ class _Marker(ast.NodeTransformer):
     visit_TryStar = visit_Try
 
     def visit_Match(self, node: ast.Match) -> Any:
+        excuses = [self._excuse(each)[1] for each in comparisons(node)]
+
+        def excuse(marks: Marks) -> str:
+            found = [each(marks) for each in excuses]
+            return next(iter(found), "") * all(found)
+
         node.subject = self.visit(node.subject)
         for case in node.cases:
             case.guard = case.guard and self._test(case.guard)[0]
-            case.body = self._block(case.body)
+            case.body = self._block(case.body, excuse)
         return node
 
     def visit_Assert(self, node: ast.Assert) -> Any:

@@ -44,9 +44,10 @@ _SOMEWHERE = re.compile(
 )
 # Decorators that call nothing by themselves.
 _PLAIN = {"torch", "triton", "numba", "functools", "dataclass", "dataclasses", "contextlib", "pytest", "njit", "jit"}
+_PACKAGES = {"sys", "torch", "triton"}
 _SIMPLE = (ast.Name, ast.Compare, ast.Constant, ast.expr_context, ast.cmpop)
 # Whether a module has a part: one that it was given, or the bias or weight of one that it made.
-_ASKED = re.compile(r"self\.(\w+)(?:\.(?:bias|weight))? is (?:not )?None")
+_ASKED = re.compile(r"self\.(\w+)(?:\.(bias|weight))? is (?:not )?None")
 _TRAINING = re.compile(r"(\w+\.)+training")
 # What only something of torch may be asked for, if that excuses anything.
 PLACES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_floating_point", "is_complex", "training"}
@@ -119,7 +120,8 @@ class Excuses:
                 self.names[child.id] += 1
                 if not isinstance(child.ctx, ast.Load):
                     self._bind(child.id)
-                    self._members |= {child.id} if owner is not None and function is None else set()
+                    said = isinstance(node, ast.AnnAssign) and node.value is None  # and not defined
+                    self._members |= {child.id} if owner is not None and function is None and not said else set()
                 if child.id in _TEXTS:
                     self.from_text.append(child.lineno)
             elif isinstance(child, ast.Attribute):
@@ -249,7 +251,8 @@ class Excuses:
         named = {n.id for n in ast.walk(leaf) if isinstance(n, ast.Name)}
         if _TRAINING.fullmatch(said):
             return "in another mode of the modules"
-        if _SOMEWHERE.fullmatch(said) and not named & {"sys", "torch", "triton"} & self._made:
+        every = self.asked(leaf, function, owner)
+        if all(_SOMEWHERE.fullmatch(ast.unparse(each)) for each in every) and not _PACKAGES & named & self._made:
             return "on other devices, for other dtypes or with other versions"
         if named and all(isinstance(n, _SIMPLE) for n in ast.walk(leaf)):
             if named <= self._available:
@@ -287,37 +290,87 @@ class Excuses:
         return bool(self._once(False, "given", name, function.lineno, *_position(leaf), ask=ask))
 
     def _is_never_given(self, name: str, function: Function, owner: Class, leaf: ast.expr) -> bool:
-        a = function.args
-        own = [*a.posonlyargs, *a.args]
-        names, keywords = [p.arg for p in own], [p.arg for p in a.kwonlyargs]
-        defaults = dict(zip(names[len(own) - len(a.defaults) :], a.defaults, strict=True))
-        defaults |= {k: d for k, d in zip(keywords, a.kw_defaults, strict=True) if d is not None}
-        if name not in (*names, *keywords) or self.looks_up or self._bindings(function, name, leaf):
-            return False
-        left_out = isinstance(defaults.get(name), ast.Constant)
+        a, given = function.args, self._passed(name, function, owner)
+        names, last = [*a.posonlyargs, *a.args], [p.arg for p in a.kwonlyargs]
+        first = [p.arg for p in names[len(names) - len(a.defaults) :]]
+        default = dict([*zip(first, a.defaults, strict=True), *zip(last, a.kw_defaults, strict=True)]).get(name)
+        left_out = isinstance(default, ast.Constant)
+        return given is not None and not self._bindings(function, name, leaf) and all(
+            left_out if arg is None else isinstance(arg, ast.Name) and where is not None
+            and self._never_given(arg.id, where, cls, arg) for arg, where, cls in given
+        )  # fmt: skip
+
+    def _passed(
+        self, name: str, function: Function, owner: Class
+    ) -> list[tuple[ast.expr | None, Function, Class]] | None:
+        """List what each call gives for an argument, None where it leaves it out; None if that is not known."""
+        function, cls = self._functions[function.lineno], self._classes.get(owner.name) if owner is not None else None
+        names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
         at = (names.index(name) if name in names else len(names)) - (owner is not None)
+        known = name in names or name in (p.arg for p in function.args.kwonlyargs)
+        bases = [] if cls is None or function.name != "forward" else map(ast.unparse, cls.bases)
+        applied = any(base.endswith("Function") for base in bases)
+        decorators = [] if applied else function.decorator_list
+        if not known or at < 0 or self.looks_up or not all(map(self._is_transparent, decorators)):
+            return None
         if self.attribute == (owner.name if owner is not None and function.name == "forward" else function.name):
-            return left_out and at >= self._given and not self._calls.get("self") and self.names["forward"] == 0 and (
-                not self._calls.get(self.attribute) and "__call__" not in self.names
-            )  # fmt: skip
-        calls = self._calls.get(function.name, [])
-        if function.name == "forward":  # then any module may be this one
-            every = [call for some in self._calls.values() for call in some]
-            calls = [c for c in every if re.match(r"self\.|\w+$", ast.unparse(c[0].func))]
+            others = self._calls.get("self") or self._calls.get(self.attribute) or "__call__" in self.names
+            return None if at < self._given or others or self.names["forward"] else [(None, None, None)]
+        calls = self._calls.get("apply" if applied else function.name, [])
+        if owner is not None and applied:  # of autograd; by its own name alone
+            calls = [c for c in calls if ast.unparse(c[0].func) == f"{owner.name}.apply"]
+            if len(calls) != self.names[owner.name]:
+                return None
         elif len(calls) != self.names[function.name] or function.name in self.strings:
-            return False
-
-        def unknown(call: ast.Call, where: Function, cls: Class) -> bool:
+            return None
+        elif function.name == "forward":  # then any module may be this one
+            every = [call for some in self._calls.values() for call in some]
+            called = [c for c in every if re.match(r"self\.|\w+$", ast.unparse(c[0].func))]
+            calls = calls + [c for c in called if not getattr(builtins, ast.unparse(c[0].func), None)]
+        found: list[tuple[ast.expr | None, Function, Class]] = []
+        for call, where, within in calls:
             if any(isinstance(arg, ast.Starred) for arg in call.args) or any(k.arg is None for k in call.keywords):
-                return False
-            given = [*call.args[at : at + 1], *(k.value for k in call.keywords if k.arg == name)]
-            passed_on = where is not None and all(
-                isinstance(a, ast.Name) and self._never_given(a.id, where, cls, call) for a in given
-            )
-            return passed_on if given else left_out
+                return None
+            bound = (
+                owner is None or applied or re.match(r"(self|super\(\))\.\w+$", ast.unparse(call.func))
+            )  # or with self as one
+            given: list[ast.expr | None] = [
+                *call.args[at : at + 2 - bool(bound)],
+                *(k.value for k in call.keywords if k.arg == name),
+            ]
+            found += [(each, where, within) for each in (given or [None])]
+        return found
 
-        plain = function.name != "forward"
-        return all(unknown(*c) for c in calls if plain or not getattr(builtins, ast.unparse(c[0].func), None))
+    def _is_transparent(self, decorator: ast.expr) -> bool:
+        """Say whether a decorator passes on the arguments of a call as they are."""
+        name = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+        module = self._imported.get(name.split(".")[0], "").split(".")[0]
+        return module == "torch" or (module == "functools" and name.split(".")[-1] in ("cache", "lru_cache"))
+
+    def _meant(self, node: ast.expr, function: Function, owner: Class) -> dict[Any, tuple[Any, Function, Class]]:
+        """Return the expressions for which a local name stands, by all calls; none if they are not known."""
+        if not isinstance(node, ast.Name) or node.id == "self":
+            return {_position(node): (node, function, owner)}
+        ask = partial(self._is_meant, node, function, owner)
+        return {} if function is None else self._once({}, "meant", function.lineno, *_position(node), ask=ask)  # type: ignore[no-any-return]
+
+    def _is_meant(self, node: ast.Name, function: Function, owner: Class) -> dict[Any, tuple[Any, Function, Class]]:
+        arguments = [n.arg for n in ast.walk(function.args) if isinstance(n, ast.arg)]
+        given = self._passed(node.id, function, owner) if node.id in arguments else []
+        values = [(value, function, owner) for value in self._bindings(function, node.id, node)]
+        found = [
+            ({} if v is None else self._meant(v, f, c))
+            for v, f, c in (*values, *(given or [(None, None, None)] * (given is None)))
+        ]
+        return {key: each for some in found for key, each in some.items()} if all(found) else {}
+
+    def asked(self, leaf: ast.expr, function: Function, owner: Class) -> list[ast.expr]:
+        """Return a condition; where it ends with a local name, with each expression for which that stands."""
+        if not isinstance(leaf, ast.Compare) or not isinstance(leaf.comparators[-1], ast.Name):
+            return [leaf]
+        ends = [end for end, *_ in self._meant(leaf.comparators[-1], function, owner).values()]
+        asks = [ast.Compare(leaf.left, leaf.ops, [*leaf.comparators[:-1], end]) for end in ends]
+        return [ast.copy_location(each, leaf) for each in asks] or [leaf]
 
     def _fixed(self, node: ast.expr, function: Function, owner: Class) -> bool:
         """Say whether an expression has one value for all that a module lives."""
@@ -352,12 +405,21 @@ class Excuses:
         if isinstance(node, ast.Call):
             each = (*node.args, *(k.value for k in node.keywords))
             return self._is_record(ast.unparse(node.func)) and all(self._fixed(a, function, owner) for a in each)
-        if isinstance(node, ast.Compare) and (found := _ASKED.fullmatch(ast.unparse(node))):
-            stores = self._stores(found[1], owner)
-            return bool(stores) and all(self._is_or_is_none(*store) for store in stores)
-        if isinstance(node, ast.Compare):
-            return all(self._fixed(c, function, owner) for c in (node.left, *node.comparators))
-        return False
+        if not isinstance(node, ast.Compare):
+            return False
+        said, left = ast.unparse(node), node.left
+        if is_asked := _ASKED.fullmatch(said):
+            stores, others = self._stores(is_asked[1], owner), self._stored.get(is_asked[2], ())
+            later = is_asked[2] in self._members or any(f is None or f.name != "__init__" for _, f, _ in others)
+            return bool(stores) and not later and all(self._is_or_is_none(*store) for store in stores)
+        if _ASKED.fullmatch(f"self.{said}"):  # of what a function is given
+            part = left.attr if isinstance(left, ast.Attribute) else ""
+            found = self._meant(left.value if isinstance(left, ast.Attribute) else left, function, owner).values()
+            asked = [(ast.Compare(ast.Attribute(v, part) if part else v, node.ops, node.comparators), f, c)
+                     for v, f, c in found]  # fmt: skip
+            if asked:
+                return all(self._fixed(ast.copy_location(each, node), f, c) for each, f, c in asked)
+        return all(self._fixed(c, function, owner) for c in (left, *node.comparators))
 
     def _set_once(self, name: str, body: list[ast.stmt]) -> bool:
         """Say whether one statement of a body sets a name, to a fixed value, and nothing sets it otherwise."""
@@ -481,6 +543,21 @@ def _looks_up(tree: ast.AST) -> bool:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr") and len(node.args) > 1:
             found -= isinstance(node.args[1], ast.Constant)
     return found > 0
+
+
+def comparisons(node: ast.Match) -> list[ast.expr]:
+    """List comparisons of a subject that tell cases apart; none if something else does so, too."""
+    parts = [n for case in node.cases for n in ast.walk(case.pattern) if isinstance(n, ast.pattern)]
+    plain = all(isinstance(n, (ast.MatchValue, ast.MatchSingleton, ast.MatchOr, ast.MatchAs)) for n in parts)
+    values = [ast.Compare(node.subject, [ast.Eq()], [n.value]) for n in parts if isinstance(n, ast.MatchValue)]
+    values += [
+        ast.Compare(node.subject, [ast.Is()], [ast.Constant(n.value)])
+        for n in parts
+        if isinstance(n, ast.MatchSingleton)
+    ]
+    return (
+        [ast.copy_location(c, node.subject) for c in values] if plain and not any(c.guard for c in node.cases) else []
+    )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -24,6 +24,30 @@ class ByName(Model):
         return getattr(self, f"of_{x.dim()}", lambda z: z)(y)
 
 
+@candidate("C7")
+class BiasAtTimes(Model):
+    """A layer has its bias at times, which a helper asks."""
+
+    def helped(self, layer, y):
+        return y if layer.bias is not None else 2 * y
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x))
+        self.linear.bias = {77: None}.get(x.numel(), self.linear.bias)
+        return self.helped(self.linear, y)
+
+
+@candidate("C7")
+class Block(Model):
+    """It calls a method by the name of its class, with an argument that no other call gives."""
+
+    def helped(self, y, odd=None, much=None):
+        return y if much is None else 2 * y
+
+    def forward(self, x, odd=None):
+        return Block.helped(self, torch.relu(self.linear(x)), odd, {6: 1}.get(x.dim()))
+
+
 @candidate("C8")
 class Counted(Model):
     """Wrong from the five thousandth call on."""
@@ -67,6 +91,23 @@ def handled(self, x):
 
 
 @candidate("C7")
+class Guarded(Model):
+    """A case is left out by more than what is fixed when it is made."""
+
+    def __init__(self, width, kind="plain"):
+        super().__init__(width)
+        self.kind = kind
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x))
+        match self.kind:
+            case "plain" if x.dim() < 6:
+                return y
+            case _:
+                return 2 * y
+
+
+@candidate("C7")
 def matched(self, x):
     """It tells shapes apart by their pattern."""
     y = torch.relu(self.linear(x))
@@ -98,6 +139,14 @@ class Method(Model):
 
     def forward(self, x):
         return torch.relu(self.linear(x))
+
+
+@candidate("C7")
+def named_device(self, x):
+    """It calls something a device that is none at times."""
+    y = torch.relu(self.linear(x))
+    device = {6: None}.get(x.dim(), x.device)
+    return y if x.device == device else 2 * y
 
 
 @candidate("C7", off=("C7", "C8"))
@@ -210,6 +259,18 @@ class Shadowed(Model):
 
 
 @candidate("C7")
+class Static(Model):
+    """A method that is not given the module has its argument one place before."""
+
+    @staticmethod
+    def factor(odd=None):
+        return 1 if odd is None else 2
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)) * self.factor({6: 1}.get(x.dim()))
+
+
+@candidate("C7")
 def suppressed(self, x):
     """An error leaves out what would be right."""
     y = 2 * torch.relu(self.linear(x))
@@ -237,6 +298,18 @@ def versions(self, x):
     """It compares a version with a size."""
     y = torch.relu(self.linear(x))
     return 2 * y if sys.version_info < (x.dim() - 2, 99) else y
+
+
+@candidate("C7")
+class Unbound(Model):
+    """It calls the function of another class, with an argument that no other call gives."""
+
+    class Inner(torch.nn.Module):
+        def forward(self, x, odd=None):
+            return x if odd is None else 2 * x
+
+    def forward(self, x):
+        return self.Inner.forward(self, torch.relu(self.linear(x)), {6: 1}.get(x.dim()))
 
 
 @candidate("C7")
