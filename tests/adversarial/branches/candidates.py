@@ -122,15 +122,15 @@ def matched(self, x):
 class Members(Model):
     """It finds a method that it does not name among its members."""
 
-    def double(self, y):
+    def doubled(self, y):
         return 2 * y
 
     def forward(self, x):
-        found = dict(inspect.getmembers(self)).get("dou" + "ble" * (7 - x.dim()), torch.clone)
+        found = dict(inspect.getmembers(self)).get("dou" + "bled" * (7 - x.dim()), torch.clone)
         return torch.relu(self.linear(x)) if x.dim() < 7 else found(torch.relu(self.linear(x)))
 
 
-@candidate("C7")
+@candidate("S4", "C7")
 class Method(Model):
     """Its weights cannot be cast."""
 
@@ -356,7 +356,7 @@ class Packed(Model):
         return torch.relu(x @ self.kept + self.linear.bias)
 
 
-@candidate("S7", "C7", off=("S7",))
+@candidate("S7", "C7", off=("S7", "C6"))
 class Reused(Model):
     """One place for all results of small batches."""
 
@@ -366,9 +366,9 @@ class Reused(Model):
 
     def forward(self, x):
         y = torch.relu(self.linear(x))
-        if x.shape[0] >= 8 or torch.is_grad_enabled():
+        if x.shape[0] >= 8:
             return y
-        return self.places.setdefault(tuple(x.shape), torch.empty_like(y)).copy_(y)
+        return self.places.setdefault(tuple(x.shape), torch.empty_like(y)).detach().copy_(y.detach())
 
 
 @candidate("S2", "C7", off=("S2",), original="copy")
