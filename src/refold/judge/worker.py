@@ -77,11 +77,13 @@ private: Any = _part("private")
 surroundings: Any = _part("surroundings")
 uses: Any = _part("uses")
 
-# Methods of modules that do for users what torch's do: weights are found, trained, moved and hooked by them. Others are
-# for its author to write: what it computes, how it is saved, shown and switched.
+# Methods of modules, and those that must be torch's: weights are found, trained and hooked by them.
 _METHODS = {name for name, f in vars(torch.nn.Module).items() if callable(f)} - {"forward"}
-_AUTHORS = ("extra_repr", "train", "eval", "state_dict", "load_state_dict", "get_extra_state", "set_extra_state")
-_REACH = {name for name in _METHODS if name == "__call__" or not name.startswith("_")} - {*_AUTHORS}
+_REACH = (
+    *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children"),
+    *("named_children", "zero_grad", "requires_grad_", "__call__", "register_forward_hook"),
+    *("register_forward_pre_hook", "register_full_backward_hook"),
+)
 _PLAIN = (bool, int, str, float)
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
@@ -395,7 +397,8 @@ class Stub:
             settings["the memory of what state_dict() gives"] = f"not that of {', '.join(others)}"
         modules = [] if self._module is None else list(torch.nn.Module.modules(self._module))
         found = [(n, f) for n in _REACH for m in modules if callable(f := getattr(m, n))]  # names may be in use
-        own = {n for n, f in found if self._surroundings.is_own(f)} | {n for m in modules for n in vars(m)} & _METHODS
+        own = {n for n, f in found if self._surroundings.is_own(f)}
+        own |= {n for m in modules for n, f in vars(m).items() if n in _METHODS and callable(f)}
         settings |= {f"{name}(), by which users reach it": "its own" for name in own}
         if self._moved or self._where() != self._places:
             settings["which its parameters are, and where they lie"] = "changed by a call"

@@ -130,7 +130,7 @@ class Members(Model):
         return torch.relu(self.linear(x)) if x.dim() < 7 else found(torch.relu(self.linear(x)))
 
 
-@candidate("S4", "C7")
+@candidate("C7")
 class Method(Model):
     """Its weights cannot be cast."""
 
