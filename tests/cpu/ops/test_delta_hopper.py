@@ -15,7 +15,10 @@ from refold.ops.delta_rule.reference import delta_rule as reference  # noqa: E40
 from refold.ops.delta_rule.tables import BACKWARD, FORWARD  # noqa: E402
 from support import gluon  # noqa: E402
 
-KERNELS = [f"refold.ops.delta_rule._gluon_{part}_kernels" for part in ("chain", "chain_back", "prepare", "pairs")]
+KERNELS = [
+    f"refold.ops.delta_rule._gluon_{part}_kernels"
+    for part in ("chain", "chain_back", "prepare", "pairs", "keyed_pairs")
+]
 plans = import_module("refold.ops.delta_rule._triton_forward")
 backward = import_module("refold.ops.delta_rule._triton_backward")
 
@@ -31,7 +34,7 @@ def launched(monkeypatch):
     names = gluon.launched(monkeypatch, *KERNELS)
     for module, table in ((plans, FORWARD), (backward, BACKWARD)):
         monkeypatch.setattr(module, "lookup", lambda *_, table=table: table.default | table.families["hopper"])
-        monkeypatch.setattr(module, "hopper_fits", lambda *tensors: all(map(plans._fits_copy_engine, tensors)))
+    monkeypatch.setattr(plans, "hopper_fits", lambda *tensors: all(map(plans._fits_copy_engine, tensors)))
     return names
 
 
@@ -102,6 +105,8 @@ def test_values_that_are_not_finite(name, launched):
         ({"t": 200, "n": 72}, {"segments": 3}, True, "v"),
         ({"t": 140, "lengths": [0, 5, 65, 0, 70]}, {"segments": 2}, True, "dy"),
         ({"t": 100, "keyed": True}, {}, True, "dy"),
+        ({"t": 70, "n": 128, "p": 128, "keyed": True}, {}, True, None),
+        ({"t": 140, "n": 96, "p": 72, "keyed": True}, {}, True, "v"),
         ({"t": 130, "keyed": True, "lengths": [64, 66]}, {}, False, None),
     ],
 )
@@ -121,6 +126,7 @@ def test_gradients_are_those_of_the_plain_kernels(sizes, config, erase, spoiled,
     )  # fmt: skip
     assert launched.count("_delta_chain_back_hopper_kernel") == (2 if config else 1)
     assert launched.count("_delta_pairs_hopper_kernel") == ("lengths" not in sizes and "keyed" not in sizes)
+    assert launched.count("_delta_keyed_pairs_hopper_kernel") == ("keyed" in sizes and sizes.get("p", 64) > 64)
     for name, truth in plain.items():
         if truth is not None:
             finite = truth.isfinite()

@@ -72,15 +72,15 @@ def _fetch(given, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, BLOCKS: gl.
             load_tile(leaving_desc, [0, cell, block * P, 0], full.index(_AFTER), after_smem.index(block))
         if head == 0:
             if n > 0:
-                _send(dq_desc, dk_desc, q_smem, k_smem, empty, item - step, n // heads - 1, nchunks, ngroups, C)
+                send(dq_desc, dk_desc, q_smem, k_smem, empty, item - step, n // heads - 1, nchunks, ngroups, C)
             mbarrier.expect(full.index(_Q_K), 2 * C * N * 2)
             load_tile(k_desc, [batch, pid_g, start, 0], full.index(_Q_K), k_smem.index(0))
             load_tile(q_desc, [batch, pid_g, start, 0], full.index(_Q_K), q_smem.index(0))
-    _send(dq_desc, dk_desc, q_smem, k_smem, empty, first + (count - 1) * step, count - 1, nchunks, ngroups, C)
+    send(dq_desc, dk_desc, q_smem, k_smem, empty, first + (count - 1) * step, count - 1, nchunks, ngroups, C)
 
 
 @gluon.jit
-def _send(dq_desc, dk_desc, q_smem, k_smem, empty, item, i, nchunks, ngroups, C: gl.constexpr):
+def send(dq_desc, dk_desc, q_smem, k_smem, empty, item, i, nchunks, ngroups, C: gl.constexpr):
     """Write the gradients of an item, the i-th of this program, as soon as they are there."""
     mbarrier.wait(empty.index(_QK), i & 1)
     place = [item // ngroups // nchunks, item % ngroups, item // ngroups % nchunks * C, 0]
@@ -90,7 +90,7 @@ def _send(dq_desc, dk_desc, q_smem, k_smem, empty, item, i, nchunks, ngroups, C:
 
 
 @gluon.jit
-def _zero():
+def unknown_zero():
     """Return a zero that the compiler does not know: what is computed with it is not kept over the whole loop.
 
     The addresses of tiles, in the form that products take, are constants; hundreds of them would be, in registers.
@@ -99,7 +99,7 @@ def _zero():
 
 
 @gluon.jit
-def _by_state(
+def by_state(
     acc, tokens_smem, state_smem, zero, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, BLOCKS: gl.constexpr
 ):
     """Start adding the product of rows of values with a state."""
@@ -110,7 +110,7 @@ def _by_state(
 
 
 @gluon.jit
-def _by_rows(acc, left_smem, right_smem, zero, C: gl.constexpr, P: gl.constexpr, BLOCKS: gl.constexpr):
+def by_rows(acc, left_smem, right_smem, zero, C: gl.constexpr, P: gl.constexpr, BLOCKS: gl.constexpr):
     """Start adding the products of rows of values with one another."""
     for block in gl.static_range(BLOCKS):
         right = right_smem.index(zero + block).reshape([C, P]).permute((1, 0))
@@ -129,28 +129,41 @@ def _products(a_smem, b_smem, zero, R: gl.constexpr, M: gl.constexpr, BLOCKS: gl
 
 
 @gluon.jit
-def _put_sums(sums_smem, tile):
-    """Leave the sums of rows in shared memory, one of each half, which belong to different warps: no barrier."""
-    halves = gl.sum(gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2]), 2)
-    sums_smem.permute((1, 0)).store(halves)
+def halves(tile):
+    """Return the sums of both halves of rows, which belong to different warps: (rows, 2)."""
+    return gl.sum(gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2]), 2)
 
 
 @gluon.jit
-def _sums(vectors, which: gl.constexpr, layout: gl.constexpr):
-    """Return the sums that `_put_sums` left."""
+def put_sums(sums_smem, tile):
+    """Leave the sums of halves of rows in shared memory: no barrier."""
+    sums_smem.permute((1, 0)).store(halves(tile))
+
+
+@gluon.jit
+def row_sums(vectors, which: gl.constexpr, layout: gl.constexpr):
+    """Return the sums that `put_sums` left."""
     return vectors.index(2 * which).load(layout) + vectors.index(2 * which + 1).load(layout)
 
 
 @gluon.jit
-def _unit_gradient(tile, gradient, EPS: gl.constexpr):
-    """Return the gradient of rows that were divided by their lengths, from that of the quotients."""
-    factor = 1.0 / gl.sqrt(gl.sum(tile * tile, 1) + EPS)
-    product = gl.sum(tile * gradient, 1) * factor * factor
-    return factor[:, None] * (gradient - tile * product[:, None])
+def unit_gradients(sums_smem, vectors, q, k, dq, dk, EPS: gl.constexpr):
+    """Return the gradients of rows of q and k that were divided by their lengths, from those of the quotients."""
+    of_rows: gl.constexpr = gl.SliceLayout(1, q.type.layout)
+    put_sums(sums_smem.index(0), q * q)
+    put_sums(sums_smem.index(1), q * dq)
+    put_sums(sums_smem.index(2), k * k)
+    put_sums(sums_smem.index(3), k * dk)
+    barrier()
+    q_factor = 1.0 / gl.sqrt(row_sums(vectors, 0, of_rows) + EPS)
+    q_product = row_sums(vectors, 1, of_rows) * q_factor * q_factor
+    k_factor = 1.0 / gl.sqrt(row_sums(vectors, 2, of_rows) + EPS)
+    k_product = row_sums(vectors, 3, of_rows) * k_factor * k_factor
+    return q_factor[:, None] * (dq - q * q_product[:, None]), k_factor[:, None] * (dk - k * k_product[:, None])
 
 
 @gluon.jit
-def _load_rows(more_ptr, cell, C: gl.constexpr, layout: gl.constexpr):
+def load_rows(more_ptr, cell, C: gl.constexpr, layout: gl.constexpr):
     """Return the strengths, the factors of queries and keys, and the sums of log2 decays, of a chunk of a head."""
     which = gl.arange(0, 4, layout=gl.SliceLayout(1, layout))
     offs_t = gl.arange(0, C, layout=gl.SliceLayout(0, layout))
@@ -187,14 +200,14 @@ def _sum_up(
     wide = gl.zeros([C, N], gl.float32, layout=acc)
     ones_smem.index(0).store(gl.where(reaches, 1.0, 0.0).to(dtype))
     gdc_wait()
-    rows_next = _load_rows(more_ptr, first * heads, C, four)
+    rows_next = load_rows(more_ptr, first * heads, C, four)
     factors = seen_as(rows_smem, gl.SwizzledSharedLayout(1, 1, 1, [0]), shape=[8, C])
     for i in range(count):
         item = first + i * step
         dq = wide
         dk = wide
         for head in range(heads):
-            zero = _zero()
+            zero = unknown_zero()
             q_tile = q_smem.index(zero).reshape([C, N])
             k_tile = k_smem.index(zero).reshape([C, N])
             keys = k_tile.permute((1, 0))
@@ -206,14 +219,14 @@ def _sum_up(
             k_factor_smem = factors.index(phase * 4 + 2)
             c_smem = factors.index(phase * 4 + 3)
             after = gl.where(head + 1 < heads, cell + 1, (first + gl.minimum(i + 1, count - 1) * step) * heads)
-            rows_next = _load_rows(more_ptr, after, C, four)
+            rows_next = load_rows(more_ptr, after, C, four)
             last = gl.load(more_ptr + cell.to(gl.int64) * (5 * C) + 4 * C - 1)
 
             # What is between a token and the state before the chunk, or the one after it.
             mbarrier.wait(full.index(_MOST), phase)
-            A = _by_rows(square, dy_smem, u_smem, zero, C, P, BLOCKS)
-            B = _by_rows(square, w_smem, u_smem, zero, C, P, BLOCKS)
-            part = _by_state(wide, dy_smem, before_smem, zero, C, N, P, BLOCKS)
+            A = by_rows(square, dy_smem, u_smem, zero, C, P, BLOCKS)
+            B = by_rows(square, w_smem, u_smem, zero, C, P, BLOCKS)
+            part = by_state(wide, dy_smem, before_smem, zero, C, N, P, BLOCKS)
             A, B, part = warpgroup_mma_wait(0, deps=[A, B, part])
             barrier()
             mbarrier.arrive(empty.index(_DY), count=1)
@@ -221,26 +234,26 @@ def _sum_up(
                 mbarrier.wait(full.index(_Q_K), i & 1)
             since = exp2(c_smem.load(of_keys))
             part = part * since[:, None]
-            _put_sums(sums_smem.index(_QUERIES), part * q_tile.load(acc).to(gl.float32))
+            put_sums(sums_smem.index(_QUERIES), part * q_tile.load(acc).to(gl.float32))
             dq = dq + part
 
-            part = _by_state(wide, w_smem, before_smem, zero, C, N, P, BLOCKS)
+            part = by_state(wide, w_smem, before_smem, zero, C, N, P, BLOCKS)
             vectors.index(2 * _VALUES).store(_products(w_smem, v_smem, zero, C, P, BLOCKS, flat))
             part = warpgroup_mma_wait(0, deps=[part])
             barrier()
             mbarrier.arrive(empty.index(_W_V), count=1)
             part = part * (since * -1.0)[:, None]
-            _put_sums(sums_smem.index(_READS), part * k_tile.load(acc).to(gl.float32))
+            put_sums(sums_smem.index(_READS), part * k_tile.load(acc).to(gl.float32))
             dk = dk + part * beta_smem.load(of_keys)[:, None]
 
             mbarrier.wait(full.index(_AFTER), phase)
-            part = _by_state(wide, u_smem, after_smem, zero, C, N, P, BLOCKS)
+            part = by_state(wide, u_smem, after_smem, zero, C, N, P, BLOCKS)
             vectors.index(2 * _VALUES + 1).store(_products(before_smem, after_smem, zero, P, N, BLOCKS, flat_n))
             part = warpgroup_mma_wait(0, deps=[part])
             barrier()
             mbarrier.arrive(empty.index(_REST), count=1)
             part = part * exp2(last - c_smem.load(of_keys))[:, None]
-            _put_sums(sums_smem.index(_WRITES), part * k_tile.load(acc).to(gl.float32))
+            put_sums(sums_smem.index(_WRITES), part * k_tile.load(acc).to(gl.float32))
             dk = dk + part
 
             # What is between two tokens of the chunk: [i, j] is of a later token i.
@@ -256,7 +269,7 @@ def _sum_up(
             B = gl.where(later, B * grown * -1.0, 0.0)
             q_k, k_k = warpgroup_mma_wait(0, deps=[q_k, k_k])
             erased = B * k_k * k_factor[:, None] * k_col[None, :]
-            _put_sums(sums_smem.index(_STRENGTHS), erased)
+            put_sums(sums_smem.index(_STRENGTHS), erased)
             B = B * beta[:, None]
             crossing = gl.where(later, A * q_k * q_factor[:, None] * k_col[None, :] + erased * beta[:, None], 0.0)
             to_dq = pairs[0].index(zero)
@@ -280,29 +293,32 @@ def _sum_up(
             dk = warpgroup_mma(from_dk.permute((1, 0)), k_tile, dk, is_async=True)
             sums, dq, dk = warpgroup_mma_wait(0, deps=[sums, dq, dk])
             if dg_ptr is not None:
-                going = _sums(vectors, _QUERIES, by_col) * q_factor_smem.load(by_col)
-                going = going + _sums(vectors, _READS, by_col) * k_col * beta_smem.load(by_col)
-                coming = _sums(vectors, _WRITES, by_col) * k_col
+                going = row_sums(vectors, _QUERIES, by_col) * q_factor_smem.load(by_col)
+                going = going + row_sums(vectors, _READS, by_col) * k_col * beta_smem.load(by_col)
+                coming = row_sums(vectors, _WRITES, by_col) * k_col
                 through = gl.where(cols[None, :] >= rows[:, None], going[None, :], coming[None, :])
-                _put_sums(sums_smem.index(_DECAYS), through + gl.where(later, sums, 0.0))
+                put_sums(sums_smem.index(_DECAYS), through + gl.where(later, sums, 0.0))
             barrier()
             token = (item // ngroups // nchunks).to(gl.int64) * seqlen + item // ngroups % nchunks * C
             at = (token + offs_t) * (ngroups * heads) + item % ngroups * heads + head
             inside = offs_t < seqlen - item // ngroups % nchunks * C
             if dbeta_ptr is not None:
-                dbeta = _sums(vectors, _READS, line) * k_factor_smem.load(line) + vectors.index(2 * _VALUES).load(line)
-                gl.store(dbeta_ptr + at, dbeta + _sums(vectors, _STRENGTHS, line), mask=inside)
+                dbeta = row_sums(vectors, _READS, line) * k_factor_smem.load(line) + vectors.index(2 * _VALUES).load(
+                    line
+                )
+                gl.store(dbeta_ptr + at, dbeta + row_sums(vectors, _STRENGTHS, line), mask=inside)
             if dg_ptr is not None:
                 kept = gl.sum(vectors.index(2 * _VALUES + 1).load(line), 0)
-                gl.store(dg_ptr + at, _sums(vectors, _DECAYS, line) + kept * exp2(last), mask=inside)
+                gl.store(dg_ptr + at, row_sums(vectors, _DECAYS, line) + kept * exp2(last), mask=inside)
         dq = dq * scale
-        q_tile = q_smem.index(_zero()).reshape([C, N])
-        k_tile = k_smem.index(_zero()).reshape([C, N])
+        q_tile = q_smem.index(unknown_zero()).reshape([C, N])
+        k_tile = k_smem.index(unknown_zero()).reshape([C, N])
         bad = gl.where((gl.abs(dq) < float("inf")) & (gl.abs(dk) < float("inf")), 0, 1)
         gl.store(flags_ptr + item, gl.max(gl.max(bad, 1), 0))
         if NORMALIZE:
-            dq = _unit_gradient(q_tile.load(acc).to(gl.float32), dq, EPS)
-            dk = _unit_gradient(k_tile.load(acc).to(gl.float32), dk, EPS)
+            q = q_tile.load(acc).to(gl.float32)
+            k = k_tile.load(acc).to(gl.float32)
+            dq, dk = unit_gradients(sums_smem, vectors, q, k, dq, dk, EPS)
         q_tile.store(dq.to(dtype))
         k_tile.store(dk.to(dtype))
         fence_async_shared()

@@ -21,7 +21,6 @@ from refold.ops.delta_rule._triton_forward import (
     bias_strides,
     cut,
     gate_kind,
-    hopper_fits,
     in_gluon,
     precisions,
     strength_kind,
@@ -233,13 +232,18 @@ class Backward:
                                  consts | {"LATER": later} | c, options)
                           for c in careful for later in (True, False)]  # fmt: skip
             block_t = max(1, 4096 // chunks.block_n)
-            consts = {"BLOCK_T": block_t, "BLOCK_N": chunks.block_n, "NORMALIZE": normalize}
+            consts = {"CHUNK": chunks.chunk, "SLICES": slices, "BLOCK_T": block_t, "BLOCK_N": chunks.block_n,
+                      "NORMALIZE": normalize}  # fmt: skip
             self.finish = [Launch(kernels._delta_bwd_finish_kernel, (triton.cdiv(batch * seqlen, block_t), ngroups),
                                   consts, {"num_warps": 4}) for _ in "qk"]  # fmt: skip
             self.finish_ints = (batch * seqlen, seqlen, nheads, ngroups, nkeys)
             self.new_part = fresh((batch, seqlen, nheads, nkeys), torch.float32, device)
             self.new_dbeta = fresh((batch, seqlen, nheads, slices), torch.float32, device)
             self.new_flags = fresh((nslots * nheads * slices,), torch.int32, device)
+            self.hopper = self._pairs_in_gluon("keyed_pairs", config, q, v, erase) and nvalues > 64
+            if self.hopper:
+                self._plan_hopper("keyed_pairs", q, k, v, dy, normalize)
+                del self.pairs[:2]
             return
         consts |= {"NORMALIZE": normalize, "TWO": v.dtype == torch.float32}
         options = {"num_warps": config["pairs_warps"], "num_stages": config["pairs_stages"]}
@@ -247,12 +251,16 @@ class Backward:
                       for c in careful]  # fmt: skip
         self.new_dbeta = fresh((batch, seqlen, nheads, 1), torch.float32, device)
         self.new_flags = fresh((nslots * ngroups,), torch.int32, device)
-        self.hopper = bool(config["hopper_pairs"] and chunks.hopper and erase and not chunks.varlen
-                           and 64 < nkeys <= 128 and nvalues <= 128 and hopper_fits(q, k, v, dy)
-                           and in_gluon("pairs") is not None)  # fmt: skip
+        self.hopper = self._pairs_in_gluon("pairs", config, q, v, erase)
         if self.hopper:
-            self._plan_hopper(q, k, v, dy, normalize)
+            self._plan_hopper("pairs", q, k, v, dy, normalize)
             del self.pairs[0]
+
+    def _pairs_in_gluon(self, part: str, config: dict[str, Any], q, v, erase: bool) -> bool:
+        """Say whether a kernel of pairs in Gluon takes what the walks in Gluon take."""
+        return bool(config["hopper_pairs"] and self.hopper_chains and erase and v.dtype == torch.bfloat16
+                    and not self.chunks.varlen and q.shape[3] > 64 and v.shape[3] <= 128
+                    and in_gluon(part) is not None)  # fmt: skip
 
     def _views(self, hopper: Any, v, nkeys: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Describe to the copy engine the states of chunks, and u and w."""
@@ -290,23 +298,30 @@ class Backward:
                                         [*views, states, tiles, dv_view])  # fmt: skip
         self.new_chain_flags = fresh((nseqs * nheads * segments * blocks,), torch.int32, v.device)
 
-    def _plan_hopper(self, q, k, v, dy, normalize: bool) -> None:
-        """Plan the kernel in Gluon, and describe its tensors to the copy engine."""
+    def _plan_hopper(self, part: str, q, k, v, dy, normalize: bool) -> None:
+        """Plan a kernel of pairs in Gluon, and describe its tensors to the copy engine."""
         from refold.ops.torch.tma_launch import MappedLaunch
 
-        hopper: Any = in_gluon("pairs")
+        hopper: Any = in_gluon(part)
         (_, seqlen, nheads, nvalues), (ngroups, nkeys), chunks = v.shape, q.shape[2:], self.chunks
         states, tiles = self._views(hopper, v, nkeys)
-        views = [*(tile_view(hopper, a, 128) for a in (q, k)), *(tile_view(hopper, a, 64) for a in (v, dy))]
+        read, values = [tile_view(hopper, a, 128) for a in (q, k)], [tile_view(hopper, a, 64) for a in (v, dy)]
         results = [tile_view(hopper, torch.empty(a.shape, device="meta"), 128) for a in (q, k)]
         items = chunks.nslots * ngroups
-        self.pairs_hopper = MappedLaunch(
-            hopper._delta_pairs_hopper_kernel, (min(items, device_limits(v.device)[0]),),
-            {"C": 64, "N": 128, "P": 64, "BLOCKS": triton.cdiv(nvalues, 64), "NORMALIZE": normalize,
-             "EPS": forward.NORM_EPS.value},
-            {"num_warps": 8}, [*views, tiles, tiles, states, states, *results],
-        )  # fmt: skip
-        self.hopper_ints = (seqlen, chunks.nchunks, items, ngroups, nheads // ngroups, self.scale)
+        consts = {"C": 64, "N": 128, "P": 64, "NORMALIZE": normalize, "EPS": forward.NORM_EPS.value}
+        ints = (seqlen, chunks.nchunks, items, ngroups, nheads // ngroups)
+        if chunks.keyed:
+            sums = {"shape": [1, 1, chunks.cells * 64, nkeys], "strides": [8, 8, nkeys, 1],
+                    "block_shape": [1, 1, 64, 128], "layout": hopper.tile_layout(32, 4)}  # fmt: skip
+            kernel, consts = hopper._delta_keyed_pairs_hopper_kernel, consts | {"NEAR": forward.NEAR.value}
+            views = [*read, values[1], sums, tiles, tiles, states, states, *results]
+            self.hopper_ints = (*ints, nkeys, nvalues, self.slices, self.scale, *v.stride()[:3])
+        else:
+            kernel, consts = hopper._delta_pairs_hopper_kernel, consts | {"BLOCKS": triton.cdiv(nvalues, 64)}
+            views = [*read, *values, tiles, tiles, states, states, *results]
+            self.hopper_ints = (*ints, self.scale)
+        self.pairs_hopper = MappedLaunch(kernel, (min(items, device_limits(v.device)[0]),), consts, {"num_warps": 8},
+                                         views)  # fmt: skip
 
     def _plan_chains(self, device, config: dict[str, Any], nseqs: int, sizes: tuple[int, ...], erase: bool) -> None:
         """Plan what walks over chunks, in both directions of time."""
@@ -399,12 +414,16 @@ class Backward:
         if self.keyed:
             dq_part, dk_part = self.new_part(), self.new_part()
             read_part = self.new_part() if dr is None and self.erase else dr
+            if self.hopper:
+                self.pairs_hopper(stream, q, k, dy, c, u, w, entering, leaving, grads["q"], grads["k"], c, v, more, dg,
+                                  dbeta, flags, *self.hopper_ints)  # fmt: skip
             for pairs in self.pairs:
                 pairs(stream, q, r, k, v, g, A_log, dt_bias, dy, c, more, entering, leaving, u, w, cu_seqlens, flags,
                       dq_part, dk_part, read_part, dgq, dg, dbeta, *self.ints, self.lower, *self.strides)  # fmt: skip
             finish_q, finish_k = self.finish
-            finish_q(stream, dq_part, q, grads["q"], *self.finish_ints, self.scale, *q.stride()[:3])
-            finish_k(stream, dk_part, k, grads["k"], *self.finish_ints, 1.0, *k.stride()[:3])
+            again = flags if self.hopper else None
+            finish_q(stream, dq_part, q, grads["q"], again, *self.finish_ints, self.scale, *q.stride()[:3])
+            finish_k(stream, dk_part, k, grads["k"], again, *self.finish_ints, 1.0, *k.stride()[:3])
         else:
             if self.hopper:
                 self.pairs_hopper(stream, q, k, v, dy, u, w, entering, leaving, grads["q"], grads["k"], more, dg, dbeta,

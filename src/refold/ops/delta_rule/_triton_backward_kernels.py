@@ -811,15 +811,25 @@ def _delta_bwd_keyed_kernel(
 
 @triton.jit
 def _delta_bwd_finish_kernel(
-    part_ptr, x_ptr, dx_ptr, tokens, seqlen, nheads, ngroups, nkeys, scale, stride_x_b, stride_x_t, stride_x_g,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr,
+    part_ptr, x_ptr, dx_ptr, flags_ptr, tokens, seqlen, nheads, ngroups, nkeys, scale, stride_x_b, stride_x_t,
+    stride_x_g,
+    CHUNK: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens, groups): a program adds up the gradients of the heads of a group."""
+    """Grid (blocks of tokens, groups): a program adds up the gradients of the heads of a group.
+
+    With flags, (slots, heads, SLICES), it does so where a flag is up.
+    """
     pid_g = tl.program_id(1)
     heads = nheads // ngroups
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_n = tl.arange(0, BLOCK_N)
-    mask = (token < tokens)[:, None] & (offs_n < nkeys)[None, :]
+    inside = token < tokens
+    if flags_ptr is not None:
+        slot = token // seqlen * tl.cdiv(seqlen, CHUNK) + token % seqlen // CHUNK
+        inside = tl.load(flags_ptr + (slot * nheads + pid_g * heads) * SLICES, mask=inside, other=0) > 0
+        if tl.max(inside.to(tl.int32), axis=0) == 0:
+            return
+    mask = inside[:, None] & (offs_n < nkeys)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for i in range(heads):
         at = (token[:, None] * nheads + pid_g * heads + i) * nkeys + offs_n[None, :]
@@ -827,7 +837,7 @@ def _delta_bwd_finish_kernel(
     x_rows = x_ptr + token // seqlen * stride_x_b + token % seqlen * stride_x_t + pid_g.to(tl.int64) * stride_x_g
     x = tl.load(x_rows[:, None] + offs_n[None, :], mask=mask, other=0.0)
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
-    _store_gradient(dx_ptr, total * scale, x, first, pid_g, ngroups, nkeys, token < tokens, NORMALIZE)
+    _store_gradient(dx_ptr, total * scale, x, first, pid_g, ngroups, nkeys, inside, NORMALIZE)
 
 
 @triton.jit
