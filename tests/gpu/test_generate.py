@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from cpu.models.test_batch import work
 from refold.generate.sampling import Sampling
 from refold.generate.torch import NO_TOKEN, Generator
 from refold.models.checkpoint import random_params
@@ -62,6 +63,13 @@ def test_conversations_take_turns_in_one_graph(name: str, pairs) -> None:
     g.read([[9], [9]], one)  # reads on, in memory that was lent
     whole = g.read([[*p, *t, 9] for p, t in zip(PROMPTS, expected[0], strict=True)])
     assert collect(g.stream(one, 6)).tolist() == collect(g.stream(whole, 6)).tolist()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_rows_come_and_go_as_if_alone(name: str, fixed: bool, pairs) -> None:
+    """With one graph for each number of rows, as in tests/cpu/models/test_batch.py."""
+    work(pairs[name][0], 5, fixed, 1 + fixed)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
