@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from refold.ops.triton.gluon import barrier, exp2, load_tile, offset, seen_as, store_tile
+from refold.ops.triton.gluon import barrier, exp2, load_tile, seen_as, store_tile
 from refold.ops.triton.gluon import tile_layout as tile_layout
 
 # a times b for blocks of 16 x 16 in float16, one per warp. A thread has eight elements of each, in the order of the
@@ -57,7 +57,7 @@ def _diagonal(square, rows, cols):
 
 @gluon.jit
 def _blocks(L, rows, cols, C: gl.constexpr):
-    """Return the inverse of I + L, in float32, for its diagonal blocks of 16 x 16, zeros elsewhere."""
+    """Return the inverse of I - L, in float32, for its diagonal blocks of 16 x 16, zeros elsewhere."""
     acc: gl.constexpr = L.type.layout
     acc_block: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     same = (rows >> 4)[:, None] == (cols >> 4)[None, :]
@@ -65,9 +65,9 @@ def _blocks(L, rows, cols, C: gl.constexpr):
     block = gl.convert_layout(gl.sum(split, 1), acc_block).to(gl.float32)  # of one element and zeros: exact
     i = gl.arange(0, C, layout=gl.SliceLayout(1, acc_block)) & 15
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, acc_block))
-    X = gl.where(i[:, None] == j[None, :], 1.0, 0.0) - gl.where(_pairs(i, j, 0), block, 0.0)
+    X = gl.where(i[:, None] == j[None, :], 1.0, 0.0) + gl.where(_pairs(i, j, 0), block, 0.0)
     for level in gl.static_range(1, 4):
-        X = X - _block_product(X, _block_product(gl.where(_pairs(i, j, level), block, 0.0), X))
+        X = X + _block_product(X, _block_product(gl.where(_pairs(i, j, level), block, 0.0), X))
     cube: gl.constexpr = split.type.layout
     zeros = gl.zeros([C, C // 16, 16], gl.float32, layout=cube)
     wide = gl.convert_layout(X, gl.SliceLayout(1, cube))[:, None, :] + zeros
@@ -76,7 +76,7 @@ def _blocks(L, rows, cols, C: gl.constexpr):
 
 @gluon.jit
 def _levels(L, X, rows, cols, x_smem, y_smem, FIRST: gl.constexpr, LAST: gl.constexpr):
-    """Return the inverse of I + L from that of its diagonal blocks of 1 << FIRST; see `_triton_kernels._inverse`."""
+    """Return the inverse of I - L from that of its diagonal blocks of 1 << FIRST; see `_triton_kernels._inverse`."""
     acc: gl.constexpr = L.type.layout
     op: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     dtype: gl.constexpr = x_smem.dtype
@@ -89,7 +89,7 @@ def _levels(L, X, rows, cols, x_smem, y_smem, FIRST: gl.constexpr, LAST: gl.cons
         y = gl.zeros(L.shape, gl.float32, layout=acc)
         y = warpgroup_mma(gl.convert_layout(joins, op), x_smem, y, use_acc=False, is_async=True)
         y = warpgroup_mma_wait(0, deps=[y])
-        y_smem.store((y * -1.0).to(dtype))
+        y_smem.store(y.to(dtype))
         fence_async_shared()
         barrier()
         X = warpgroup_mma(gl.convert_layout(narrow, op), y_smem, X, is_async=True)
@@ -99,7 +99,7 @@ def _levels(L, X, rows, cols, x_smem, y_smem, FIRST: gl.constexpr, LAST: gl.cons
 
 @gluon.jit
 def _lower(k_k, factor, grown, rows, cols):
-    """Return L, whose sum with I is inverted; zeros where keys are not finite: from there on, all is NaN."""
+    """Return L, whose difference from I is inverted; zeros where keys are not finite: from there on, all is NaN."""
     L = k_k * factor[:, None] * grown
     return gl.where((rows[:, None] > cols[None, :]) & (gl.abs(L) < float("inf")), L, 0.0)
 
@@ -114,38 +114,13 @@ def _put(desc, row, tile, smem):
 
 
 @gluon.jit
-def _slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, C: gl.constexpr, VARLEN: gl.constexpr):
-    """As `slot_span` of `_triton_kernels`."""
-    row = slot // nchunks
-    start = slot % nchunks * C
-    length = gl.minimum(seqlen - start, C)
-    if VARLEN:
-        row = slot * 0
-        low = slot * 0
-        high = low + nseqs
-        while high - low > 1:
-            middle = (low + high) // 2
-            if offset(cu_seqlens_ptr, middle, seqlen) // C + middle > slot:
-                high = middle
-            else:
-                low = middle
-        begin = offset(cu_seqlens_ptr, low, seqlen)
-        end = gl.maximum(offset(cu_seqlens_ptr, low + 1, seqlen), begin)
-        start = begin + (slot - begin // C - low) * C
-        length = gl.minimum(end - start, C)
-        if start < begin:
-            length = slot * 0
-    return row, start, length
-
-
-@gluon.jit
 def _delta_prepare_hopper_kernel(
-    q_desc, k_desc, T_desc, P_desc, X_desc, cu_seqlens_ptr, rows_ptr, more_ptr, flags_ptr,
-    seqlen, nchunks, nseqs, nheads, ngroups, scale,
+    q_desc, k_desc, T_desc, P_desc, X_desc, rows_ptr, more_ptr, flags_ptr,
+    seqlen, nchunks, nheads, ngroups, scale,
     C: gl.constexpr, N: gl.constexpr, NORMALIZE: gl.constexpr, EPS: gl.constexpr, ERASE: gl.constexpr,
     VARLEN: gl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads): as `_delta_prepare_kernel`."""
+    """Grid (slots, heads): as `_delta_prepare_kernel`. Without a backward, slots without tokens are left out."""
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, acc)
     by_col: gl.constexpr = gl.SliceLayout(0, acc)
@@ -160,16 +135,30 @@ def _delta_prepare_hopper_kernel(
     x_smem = gl.allocate_shared_memory(gl.float16, [C, C], T_desc.layout)
     y_smem = gl.allocate_shared_memory(gl.float16, [C, C], T_desc.layout)
     factor_smem = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    beta_smem = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
     fence_async_shared()
     barrier()
-    gdc_wait()
-    row_b, start, length = _slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, C, VARLEN)
-    start = gl.minimum(gl.maximum(start, 0), seqlen)
+    gdc_launch_dependents()
+    if VARLEN:
+        gdc_wait()
+        spans = flags_ptr + (gl.num_programs(0) * nheads + 2 * slot)
+        row_b = slot * 0
+        start = gl.load(spans)
+        length = gl.load(spans + 1)
+        if X_desc is None:  # noqa: SIM102 (a constant, then a value)
+            if length <= 0:
+                return
+    else:
+        row_b = slot // nchunks
+        start = slot % nchunks * C
+        length = gl.minimum(seqlen - start, C)
     mbarrier.expect(full, 2 * C * N * 2)
     load_tile(k_desc, [row_b, pid_g, start, 0], full, k_smem)
     load_tile(q_desc, [row_b, pid_g, start, 0], full, q_smem)
+    if not VARLEN:  # queries and keys were there before the kernel of gates began
+        gdc_wait()
     rows = gl.arange(0, C, layout=by_row)
     cols = gl.arange(0, C, layout=by_col)
     inside = rows < length
@@ -206,6 +195,8 @@ def _delta_prepare_hopper_kernel(
     if NORMALIZE:
         k_factor = k_factor / gl.sqrt(length_k + EPS)
     factor_smem.store(k_factor)
+    beta = gl.where(gl.abs(strength) < float("inf"), strength, 0.0)
+    beta_smem.store(beta)
     if ERASE:
         mark = mark + length_k * 0.0
     from_start = exp2(high)
@@ -216,15 +207,17 @@ def _delta_prepare_hopper_kernel(
     gl.store(at_more + C + rows, q_factor)
     gl.store(at_more + 2 * C + rows, k_factor)
     barrier()
-    causal = (rows[:, None] >= cols[None, :]) & inside[:, None]
-    grown = exp2(gl.where(causal, high[:, None] - high_col[None, :], 0.0)) * factor_smem.load(by_col)[None, :]
+    causal = rows[:, None] >= cols[None, :]
+    if VARLEN:  # else a tile ends in zeros
+        causal = causal & inside[:, None]
+    grown = exp2(high[:, None] - high_col[None, :]) * factor_smem.load(by_col)[None, :]  # inf where it is not read
+    if ERASE:  # while queries and keys are multiplied
+        narrow = _lower(k_k, k_factor * beta * -1.0, grown, rows, cols).to(gl.float16)
     place = (cell * C).to(gl.int32)
     q_k = warpgroup_mma_wait(0, deps=[q_k])
     _put(P_desc, place, gl.where(causal, q_k * q_factor[:, None] * grown, 0.0), P_smem)
     X = gl.where(rows[:, None] == cols[None, :], 1.0, 0.0)
     if ERASE:
-        beta = gl.where(gl.abs(strength) < float("inf"), strength, 0.0)
-        narrow = _lower(k_k, k_factor * beta, grown, rows, cols).to(gl.float16)
         X = _levels(narrow, _blocks(narrow, rows, cols, C), rows, cols, x_smem, y_smem, 4, 6)
         if careful != 0:
             largest = gl.max(gl.max(gl.where(gl.abs(X) < 256.0, 0, 1), 1), 0)
@@ -232,16 +225,14 @@ def _delta_prepare_hopper_kernel(
                 k_k = warpgroup_mma(k_tile, keys, square, use_acc=False, is_async=True)
                 k_k = warpgroup_mma_wait(0, deps=[k_k])
                 high_col = gl.load(at_more + 3 * C + cols)
-                grown = exp2(gl.where(causal, high[:, None] - high_col[None, :], 0.0))
+                grown = exp2(high[:, None] - high_col[None, :])
                 grown = grown * factor_smem.load(by_col)[None, :]
-                L = _lower(k_k, k_factor * beta, grown, rows, cols)
-                X = gl.where(rows[:, None] == cols[None, :], 1.0, 0.0) - gl.where(_pairs(rows, cols, 0), L, 0.0)
+                L = _lower(k_k, k_factor * beta * -1.0, grown, rows, cols)
+                X = gl.where(rows[:, None] == cols[None, :], 1.0, 0.0) + gl.where(_pairs(rows, cols, 0), L, 0.0)
                 X = _levels(
                     L.to(dtype), X, rows, cols, seen_as(x_smem, dtype=dtype), seen_as(y_smem, dtype=dtype), 1, 6
                 )
     if X_desc is not None:
         _put(X_desc, place, X, seen_as(x_smem, dtype=dtype))
-    beta_col = gl.load(at_more + cols)
-    beta_col = gl.where(gl.abs(beta_col) < float("inf"), beta_col, 0.0)
-    _put(T_desc, place, X * beta_col[None, :], T_smem)
+    _put(T_desc, place, X * beta_smem.load(by_col)[None, :], T_smem)
     tma.store_wait(0)

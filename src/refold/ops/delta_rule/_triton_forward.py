@@ -162,19 +162,20 @@ class ChunkPlan:
                                   {"num_warps": config["keyed_warps"]})  # fmt: skip
             self.ints = (*sizes, scale, limit, *tiles, *strides(beta, 3))
         else:
+            self.hopper = bool(config["hopper_prepare"] and v.dtype == torch.bfloat16 and chunk == 64 and nkeys <= 128
+                               and r is None and hopper_fits(q, k) and in_gluon("prepare") is not None)  # fmt: skip
             block_h = min(16, triton.next_power_of_2(nheads))
             self.gates = Launch(
                 kernels._delta_gates_kernel, (nslots, triton.cdiv(nheads, block_h)),
-                {"CHUNK": chunk, "BLOCK_H": block_h, "GATE": gate, "BETA": strength, "VARLEN": varlen},
+                {"CHUNK": chunk, "BLOCK_H": block_h, "GATE": gate, "BETA": strength, "VARLEN": varlen,
+                 "EARLY": self.hopper and not INTERPRETED},
                 {"num_warps": 4},
             )  # fmt: skip
             self.gate_ints = (seqlen, nchunks, nseqs, nheads, lower, limit, *strides(g, 3), *strides(beta, 3))
-            self.new_flags = fresh((cells,), torch.int32, v.device)
-            self.hopper = bool(config["hopper_prepare"] and v.dtype == torch.bfloat16 and chunk == 64 and nkeys <= 128
-                               and r is None and hopper_fits(q, k) and in_gluon("prepare") is not None)  # fmt: skip
+            self.new_flags = fresh((cells + 2 * nslots * varlen,), torch.int32, v.device)
             if self.hopper:
                 self._plan_hopper(q, k, nheads, normalize, erase)
-                self.ints = (*sizes[:-1], scale)
+                self.ints = (seqlen, nchunks, nheads, ngroups, scale)
             else:
                 self.prepare = Launch(kernels._delta_prepare_kernel, (nslots, nheads), consts,
                                       {"num_warps": config["prepare_warps"]})  # fmt: skip
@@ -186,7 +187,7 @@ class ChunkPlan:
 
         hopper: Any = in_gluon("prepare")
         block = max(64, self.block_n)
-        square = square_view(hopper, self.nslots * nheads)
+        square = square_view(hopper, self.cells)
         self.prepare = MappedLaunch(
             hopper._delta_prepare_hopper_kernel, (self.nslots, nheads),
             {"C": 64, "N": block, "NORMALIZE": normalize, "EPS": kernels.NORM_EPS.value, "ERASE": erase,
@@ -224,7 +225,7 @@ class ChunkPlan:
             more, flags = self.new_more() if more is None else more, self.new_flags()
             self.gates(stream, g, beta, A_log, dt_bias, cu_seqlens, rows, more, flags, *self.gate_ints)
             if self.hopper:
-                self.prepare(stream, q, k, T, P, X, cu_seqlens, rows, more, flags, *self.ints)
+                self.prepare(stream, q, k, T, P, X, rows, more, flags, *self.ints)
             else:
                 self.prepare(stream, q, k, r, cu_seqlens, T, P, rows, X, more, *self.ints)
             return q, r, k, T, P, rows, None, None

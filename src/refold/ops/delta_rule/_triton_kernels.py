@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from refold.ops.torch import launch
 from refold.ops.triton.math import LOG2E, dot, exp2, sequence, sigmoid, softplus
@@ -185,16 +186,24 @@ def _delta_gates_kernel(
     seqlen, nchunks, nseqs, nheads, lower, beta_limit,
     stride_g_b, stride_g_t, stride_g_h, stride_beta_b, stride_beta_t, stride_beta_h,
     CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (slots, blocks of heads): a program computes strengths and sums of log decays of a chunk.
 
     Of the rows in ``more`` it writes strengths, NaN where they are not finite, and the sums: float64 in two float32
     parts, since differences of float32 sums lose small decays after large ones. The first of ``rows`` is 0, NaN where a
     decay is not finite. A flag says whether the inverse may be large even for keys of length one: for strengths outside
-    of [0, 2], and decays above 1.
+    of [0, 2], and decays above 1. After the flags of a pack come first token and number of tokens of its slots. EARLY:
+    the next kernel may start, and waits for this one.
     """
+    if EARLY:
+        gdc_launch_dependents()
     slot = tl.program_id(0)
     batch, start, length = slot_span(cu_seqlens_ptr, slot, seqlen, nchunks, nseqs, CHUNK, VARLEN)
+    if VARLEN:
+        spans = flags_ptr + (tl.num_programs(0) * nheads + 2 * slot)
+        tl.store(spans, start)
+        tl.store(spans + 1, length)
     batch, start = batch.to(tl.int64), start.to(tl.int64)
     offs_t = tl.arange(0, CHUNK)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -619,15 +628,16 @@ def _delta_pass_kernel(
         initial_rows = initial_ptr + seq * stride_i_s + pid_h.to(tl.int64) * stride_i_h
         state = tl.load(initial_rows + at, mask=mask_pn, other=0.0).to(tl.float32)
     width = nvalues + nkeys
-    for s in tl.range(0, nsegments, num_stages=2):
-        segment = head * nsegments + s
-        tl.store(before_ptr + (segment * nvalues + offs_p[:, None]) * nkeys + offs_n[None, :], state, mask=mask_pn)
-        if s < nsegments - 1:
-            rows = after_ptr + segment * width * nkeys
-            own = tl.load(rows + offs_p[:, None] * nkeys + offs_n[None, :], mask=mask_pn, other=0.0)
-            map_at = (nvalues + offs_n[:, None]) * nkeys + offs_n[None, :]
-            map_ = tl.load(rows + map_at, mask=mask_n[:, None] & mask_n[None, :], other=0.0)
-            state = dot(state, map_, own, PRECISION)
+    own_at = offs_p[:, None] * nkeys + offs_n[None, :]
+    map_at = (nvalues + offs_n[:, None]) * nkeys + offs_n[None, :]
+    first = head * nsegments
+    tl.store(before_ptr + first * nvalues * nkeys + own_at, state, mask=mask_pn)
+    for s in tl.range(0, nsegments - 1, num_stages=2):
+        rows = after_ptr + (first + s) * width * nkeys
+        own = tl.load(rows + own_at, mask=mask_pn, other=0.0)
+        map_ = tl.load(rows + map_at, mask=mask_n[:, None] & mask_n[None, :], other=0.0)
+        state = dot(state, map_, own, PRECISION)
+        tl.store(before_ptr + (first + s + 1) * nvalues * nkeys + own_at, state, mask=mask_pn)
 
 
 @triton.jit
