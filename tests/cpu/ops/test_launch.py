@@ -112,6 +112,25 @@ def test_parameters_that_cannot_be_laid_out_are_triton_s(metadata, why):
     assert kernel.launches == [("triton", None, 5, 64), ("direct", None, 5, 64)]
 
 
+def test_a_thread_without_a_context_gets_one(monkeypatch):
+    """As one that autograd starts, in which a kernel that reads through the copy engine is the first."""
+    asked = []
+
+    def ask(name):
+        return lambda *args: asked.append(name) or 0
+
+    names = ("cuCtxGetCurrent", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent")
+    monkeypatch.setattr(tma_launch, "_driver", lambda: SimpleNamespace(**{name: ask(name) for name in names}))
+    monkeypatch.setattr(tma_launch, "_here", SimpleNamespace())
+    monkeypatch.setattr(tma_launch.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(tma_launch.torch.cuda, "current_device", lambda: 0)
+    starts = tma_launch.MappedLaunch(Kernel(), (8,), {"BLOCK": 64}, {}, views=[{}])
+    with pytest.warns(RefoldWarning):
+        starts(0, None, 5)
+    starts(0, None, 5)
+    assert asked == list(names)
+
+
 def test_kernels_in_gluon_that_cannot_be_imported_are_a_warning():
     launch.gluon.cache_clear()
     with pytest.warns(RefoldWarning, match="plain Triton kernels run"):

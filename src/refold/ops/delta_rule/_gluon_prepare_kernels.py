@@ -45,18 +45,18 @@ def _block_product(a, b):
 
 
 @gluon.jit
-def _pairs(rows, cols, level: gl.constexpr):
+def in_halves(rows, cols, level: gl.constexpr):
     """Whether two tokens lie in the two halves of a block of 2 << level."""
     return (rows >> level)[:, None] == ((cols >> level) ^ 1)[None, :]
 
 
 @gluon.jit
-def _diagonal(square, rows, cols):
+def diagonal(square, rows, cols):
     return gl.sum(gl.where(rows[:, None] == cols[None, :], square, 0.0), 1)
 
 
 @gluon.jit
-def _blocks(L, rows, cols, C: gl.constexpr):
+def inverse_of_blocks(L, rows, cols, C: gl.constexpr):
     """Return the inverse of I - L, in float32, for its diagonal blocks of 16 x 16, zeros elsewhere."""
     acc: gl.constexpr = L.type.layout
     acc_block: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
@@ -65,9 +65,9 @@ def _blocks(L, rows, cols, C: gl.constexpr):
     block = gl.convert_layout(gl.sum(split, 1), acc_block).to(gl.float32)  # of one element and zeros: exact
     i = gl.arange(0, C, layout=gl.SliceLayout(1, acc_block)) & 15
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, acc_block))
-    X = gl.where(i[:, None] == j[None, :], 1.0, 0.0) + gl.where(_pairs(i, j, 0), block, 0.0)
+    X = gl.where(i[:, None] == j[None, :], 1.0, 0.0) + gl.where(in_halves(i, j, 0), block, 0.0)
     for level in gl.static_range(1, 4):
-        X = X + _block_product(X, _block_product(gl.where(_pairs(i, j, level), block, 0.0), X))
+        X = X + _block_product(X, _block_product(gl.where(in_halves(i, j, level), block, 0.0), X))
     cube: gl.constexpr = split.type.layout
     zeros = gl.zeros([C, C // 16, 16], gl.float32, layout=cube)
     wide = gl.convert_layout(X, gl.SliceLayout(1, cube))[:, None, :] + zeros
@@ -75,7 +75,7 @@ def _blocks(L, rows, cols, C: gl.constexpr):
 
 
 @gluon.jit
-def _levels(L, X, rows, cols, x_smem, y_smem, FIRST: gl.constexpr, LAST: gl.constexpr):
+def inverse_by_levels(L, X, rows, cols, x_smem, y_smem, FIRST: gl.constexpr, LAST: gl.constexpr):
     """Return the inverse of I - L from that of its diagonal blocks of 1 << FIRST; see `_triton_kernels._inverse`."""
     acc: gl.constexpr = L.type.layout
     op: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
@@ -105,7 +105,7 @@ def _lower(k_k, factor, grown, rows, cols):
 
 
 @gluon.jit
-def _put(desc, row, tile, smem):
+def put(desc, row, tile, smem):
     """Let the copy engine write a tile."""
     smem.store(tile.to(smem.dtype))
     fence_async_shared()
@@ -186,12 +186,12 @@ def _delta_prepare_hopper_kernel(
     if NORMALIZE:
         q_q = warpgroup_mma(q_tile, q_tile.permute((1, 0)), square, use_acc=False, is_async=True)
         k_k, q_q = warpgroup_mma_wait(0, deps=[k_k, q_q])
-        q_factor = q_factor / gl.sqrt(gl.where(inside, _diagonal(q_q, rows, cols), 0.0) + EPS)
+        q_factor = q_factor / gl.sqrt(gl.where(inside, diagonal(q_q, rows, cols), 0.0) + EPS)
     else:
         k_k = warpgroup_mma_wait(0, deps=[k_k])
     q_k = warpgroup_mma(q_tile, keys, square, use_acc=False, is_async=True)
     # Of products of rows, the diagonal has their lengths, and is not finite where a row is not.
-    length_k = gl.where(inside, _diagonal(k_k, rows, cols), 0.0)
+    length_k = gl.where(inside, diagonal(k_k, rows, cols), 0.0)
     if NORMALIZE:
         k_factor = k_factor / gl.sqrt(length_k + EPS)
     factor_smem.store(k_factor)
@@ -215,10 +215,10 @@ def _delta_prepare_hopper_kernel(
         narrow = _lower(k_k, k_factor * beta * -1.0, grown, rows, cols).to(gl.float16)
     place = (cell * C).to(gl.int32)
     q_k = warpgroup_mma_wait(0, deps=[q_k])
-    _put(P_desc, place, gl.where(causal, q_k * q_factor[:, None] * grown, 0.0), P_smem)
+    put(P_desc, place, gl.where(causal, q_k * q_factor[:, None] * grown, 0.0), P_smem)
     X = gl.where(rows[:, None] == cols[None, :], 1.0, 0.0)
     if ERASE:
-        X = _levels(narrow, _blocks(narrow, rows, cols, C), rows, cols, x_smem, y_smem, 4, 6)
+        X = inverse_by_levels(narrow, inverse_of_blocks(narrow, rows, cols, C), rows, cols, x_smem, y_smem, 4, 6)
         if careful != 0:
             largest = gl.max(gl.max(gl.where(gl.abs(X) < 256.0, 0, 1), 1), 0)
             if largest > 0:  # float16 may not hold it: all once more, in bfloat16
@@ -228,11 +228,11 @@ def _delta_prepare_hopper_kernel(
                 grown = exp2(high[:, None] - high_col[None, :])
                 grown = grown * factor_smem.load(by_col)[None, :]
                 L = _lower(k_k, k_factor * beta * -1.0, grown, rows, cols)
-                X = gl.where(rows[:, None] == cols[None, :], 1.0, 0.0) + gl.where(_pairs(rows, cols, 0), L, 0.0)
-                X = _levels(
+                X = gl.where(rows[:, None] == cols[None, :], 1.0, 0.0) + gl.where(in_halves(rows, cols, 0), L, 0.0)
+                X = inverse_by_levels(
                     L.to(dtype), X, rows, cols, seen_as(x_smem, dtype=dtype), seen_as(y_smem, dtype=dtype), 1, 6
                 )
     if X_desc is not None:
-        _put(X_desc, place, X, seen_as(x_smem, dtype=dtype))
-    _put(T_desc, place, X * beta_smem.load(by_col)[None, :], T_smem)
+        put(X_desc, place, X, seen_as(x_smem, dtype=dtype))
+    put(T_desc, place, X * beta_smem.load(by_col)[None, :], T_smem)
     tma.store_wait(0)

@@ -19,7 +19,6 @@ from refold.ops.delta_rule._prologue import log_decay, strength
 from refold.ops.delta_rule._triton_forward import (
     ChunkPlan,
     bias_strides,
-    cut,
     gate_kind,
     in_gluon,
     precisions,
@@ -336,7 +335,7 @@ class Backward:
                 block_p //= 2
         blocks, maps = triton.cdiv(nvalues, block_p), triton.cdiv(nkeys, block_p)
         programs = nseqs * nheads * (triton.cdiv(nvalues, 64) if self.hopper_chains else blocks)
-        self.nsegments = segments = config.get("segments") or cut(chunks.nslots // max(nseqs, 1), programs, sms)
+        self.nsegments = segments = config.get("segments") or chunks.segments(programs)
         precision, _ = precisions(chunks.dtype, chunks.chunk, chunks.block_n, block_p)
         consts = {
             "CHUNK": chunks.chunk, "BLOCK_N": chunks.block_n, "BLOCK_P": block_p, "KEYED": chunks.keyed,

@@ -96,6 +96,12 @@ def square_view(hopper: Any, cells: int) -> dict[str, Any]:
     return {"shape": [cells * 64, 64], "strides": [64, 1], "block_shape": [64, 64], "layout": hopper.tile_layout(16, 2)}
 
 
+def keyed_view(hopper: Any, cells: int, nkeys: int, width: int) -> dict[str, Any]:
+    """Describe to the copy engine tiles of queries or keys of chunks, times their decays."""
+    return {"shape": [1, 1, cells * 64, nkeys], "strides": [8, 8, nkeys, 1], "block_shape": [1, 1, 64, width],
+            "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+
+
 def strides(tensor: torch.Tensor | None, axes: int) -> tuple[int, ...]:
     """Return the strides of the first axes; zeros if there is no tensor."""
     return (0,) * axes if tensor is None else tensor.stride()[:axes]
@@ -133,7 +139,6 @@ class ChunkPlan:
         self.nchunks = nchunks = max(1, triton.cdiv(seqlen, chunk))
         self.nslots = nslots = seqlen // chunk + nseqs if varlen else batch * nchunks
         self.keyed = keyed = g is not None and g.dim() == 4
-        self.hopper = False
         self.precision, inverse = precisions(v.dtype, chunk, block_n)
         self.dtype, self.device = v.dtype, v.device
         scale = nkeys**-0.5 if scale is None else scale
@@ -152,7 +157,13 @@ class ChunkPlan:
         sizes = (seqlen, nchunks, nseqs, nheads, ngroups, nkeys)
         gate, strength = gate_kind(A_log, lower_bound), strength_kind(beta, beta_limit)
         tiles = (*strides(q, 3), *strides(k, 3), *strides(r, 3))
-        if keyed:
+        takes = bool(config["hopper_prepare"] and v.dtype == torch.bfloat16 and chunk == 64 and nkeys <= 128
+                     and r is None and hopper_fits(q, k))  # fmt: skip
+        self.hopper = takes and in_gluon("keyed" if keyed else "prepare") is not None
+        if keyed and self.hopper:
+            self._plan_keyed(q, k, nheads, consts | {"GATE": gate, "BETA": strength})
+            self.ints = (*sizes, scale, lower, limit, *g.stride(), *bias_strides(dt_bias), *strides(beta, 3))
+        elif keyed:
             self.decay = Launch(
                 kernels._delta_decay_kernel, (nslots, nheads),
                 {"CHUNK": chunk, "BLOCK_N": block_n, "GATE": gate, "VARLEN": varlen}, {"num_warps": 4},
@@ -196,6 +207,27 @@ class ChunkPlan:
             [tile_view(hopper, q, block), tile_view(hopper, k, block), square, square, square],
         )  # fmt: skip
 
+    def _plan_keyed(self, q, k, nheads: int, consts: dict[str, Any]) -> None:
+        """Plan the kernel in Gluon for a decay per key."""
+        from refold.ops.torch.tma_launch import MappedLaunch
+
+        hopper: Any = in_gluon("keyed")
+        block = max(64, self.block_n)
+        square, tile = square_view(hopper, self.cells), keyed_view(hopper, self.cells, q.shape[3], block)
+        names = ("NORMALIZE", "ERASE", "GATE", "BETA", "VARLEN")
+        self.prepare = MappedLaunch(
+            hopper._delta_prepare_keyed_hopper_kernel, (self.nslots, nheads),
+            {"C": 64, "N": block, "EPS": kernels.NORM_EPS.value, "FLOOR": kernels.FLOOR.value,
+             "NEAR": kernels.NEAR.value} | {name: consts[name] for name in names},
+            {"num_warps": 4},
+            [tile_view(hopper, q, block), tile_view(hopper, k, block), square, square, square, tile, tile, tile],
+        )  # fmt: skip
+
+    def segments(self, programs: int) -> int:
+        """Return into how many segments a sequence is cut: one, where the map of more than 128 keys is too large."""
+        sms, _ = device_limits(self.device)
+        return 1 if self.block_n > 128 else cut(self.nslots // max(self.nseqs, 1), programs, sms)
+
     def hopper_chain(self, q, k, v, r, dy=None) -> bool:
         """Say whether the walks over chunks in Gluon take these tensors."""
         return bool(self.chunk == 64 and q.shape[3] <= 128 and r is None
@@ -208,8 +240,7 @@ class ChunkPlan:
         consts = {"C": 64, "N": block, "P": 64, "STAGES": 2 if self.keyed else self.config["hopper_stages"],
                   "KEYED": self.keyed, "ERASE": erase, "VARLEN": self.varlen}  # fmt: skip
         if self.keyed:
-            view = {"shape": [1, 1, self.cells * 64, nkeys], "strides": [8, 8, nkeys, 1],
-                    "block_shape": [1, 1, 64, block], "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+            view = keyed_view(hopper, self.cells, nkeys, block)
             views = [view, view if erase else {}, view]
         else:
             views = [tile_view(hopper, q, block), {}, tile_view(hopper, k, block)]
@@ -230,6 +261,10 @@ class ChunkPlan:
                 self.prepare(stream, q, k, r, cu_seqlens, T, P, rows, X, more, *self.ints)
             return q, r, k, T, P, rows, None, None
         c, Q, R, K, decay = self.new_c(), self.new_tiles(), self.new_tiles(), self.new_tiles(), self.new_decay()
+        if self.hopper:
+            self.prepare(stream, q, k, T, P, X, Q, R, K, g, A_log, dt_bias, beta, cu_seqlens, c, rows, decay, more,
+                         *self.ints)  # fmt: skip
+            return Q, R, K, T, P, rows, decay, c
         self.decay(stream, g, A_log, dt_bias, cu_seqlens, c, rows, *self.decay_ints)
         self.prepare(stream, q, k, r, c, beta, cu_seqlens, T, P, rows, Q, R, K, decay, X, more, *self.ints)
         return Q, R, K, T, P, rows, decay, c
@@ -251,9 +286,7 @@ class Forward:
         while block_p > 16 and block_p * chunks.block_n > config["tile"]:
             block_p //= 2
         blocks, maps = triton.cdiv(nvalues, block_p), triton.cdiv(nkeys, block_p)
-        sms, _ = device_limits(v.device)
-        average = chunks.nslots // max(nseqs, 1)
-        self.nsegments = config.get("segments") or cut(average, nseqs * nheads * blocks, sms)
+        self.nsegments = config.get("segments") or chunks.segments(nseqs * nheads * blocks)
         precision, _ = precisions(v.dtype, chunks.chunk, chunks.block_n, block_p)
         consts = {
             "CHUNK": chunks.chunk, "BLOCK_N": chunks.block_n, "BLOCK_P": block_p, "KEYED": chunks.keyed,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from operator import itemgetter
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class MappedLaunch(Launch):
 
     def __call__(self, stream: int, *args: Any) -> None:
         """Launch with ``args``, the kernel's arguments before its constants, on the raw stream handle."""
+        if not hasattr(_here, "bound") and (self.parameters is not None or torch.cuda.is_initialized()):
+            _bind()
         if self.parameters is not None:
             with self.lock:  # other threads use the same memory
                 self.parameters.launch(stream, args)
@@ -180,6 +182,19 @@ class _TensorMap:
             self.address = address
 
 
+_here = local()
+
+
+def _bind() -> None:
+    """Let this thread have a context, as Triton's own launch does: one that autograd starts has none at first."""
+    context, device = ctypes.c_void_p(), ctypes.c_int(torch.cuda.current_device())
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(context)))
+    if not context:
+        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        _check(_driver().cuCtxSetCurrent(context))
+    _here.bound = True
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     """Return the driver; its calls here are too short to be worth letting other threads in."""
@@ -188,6 +203,8 @@ def _driver() -> ctypes.CDLL:
     driver.cuLaunchKernelEx.argtypes = [address] * 4
     driver.cuTensorMapReplaceAddress.argtypes = [address, address]
     driver.cuTensorMapEncodeTiled.argtypes = [address, number, number, *[address] * 5, *[number] * 4]
+    driver.cuCtxGetCurrent.argtypes = driver.cuCtxSetCurrent.argtypes = [address]
+    driver.cuDevicePrimaryCtxRetain.argtypes = [address, ctypes.c_int]
     driver.cuFuncGetParamInfo.argtypes = [address, ctypes.c_size_t, address, address]
     return driver
 
