@@ -342,6 +342,16 @@ def _straddling(pairs, after, before, dtype: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
+def _sums_over(ones, terms, acc, PRECISION: tl.constexpr):
+    """Add to ``acc`` sums of terms, those where a row of ``ones`` has a one; of 16 bits, terms have two parts."""
+    high = terms.to(ones.dtype)
+    total = dot(ones, high, acc, PRECISION)
+    if ones.dtype != tl.float32:
+        total = dot(ones, (terms - high.to(tl.float32)).to(ones.dtype), total, PRECISION)
+    return total
+
+
+@triton.jit
 def _where_spoiled(gradient, count):
     return tl.where(count > 0, float("nan"), gradient)
 
@@ -701,7 +711,7 @@ def _delta_bwd_keyed_kernel(
     ones = tl.where((A == A) | (A != A), 1.0, 0.0).to(dtype)  # in the registers of A, not in shared memory
     A = tl.where(triangle, A, 0.0).to(dtype)
     B = tl.where(triangle, -B, 0.0).to(dtype)
-    dg = dot(tl.where(reaches, ones, 0.0).to(dtype), through.to(dtype), None, PRECISION)
+    dg = _sums_over(tl.where(reaches, ones, 0.0).to(dtype), through, None, PRECISION)
 
     # What is between two tokens of the chunk, level by level.
     level_0 = slot * 0
@@ -728,9 +738,7 @@ def _delta_bwd_keyed_kernel(
                 grad += part * exp2(-between)
                 through = part * -k_grown.to(tl.float32)
             sums = tl.where(near & (offs_t[None, :] >= offs_t[:, None]), ones, 0.0).to(dtype)
-            high = through.to(dtype)
-            dg = dot(sums, high, dg, PRECISION)
-            dg = dot(sums, (through - high.to(tl.float32)).to(dtype), dg, PRECISION)
+            dg = _sums_over(sums, through, dg, PRECISION)
             level_0 += 4
     for level in range(level_0, LEVELS):
         half = offs_t >> level
@@ -758,7 +766,7 @@ def _delta_bwd_keyed_kernel(
             grad += part
             through = k_wide * part
         sums = tl.where(reaches & (apart < (1 << level)), ones, 0.0).to(dtype)
-        dg = dot(sums, through.to(dtype), dg, PRECISION)
+        dg = _sums_over(sums, through, dg, PRECISION)
     if CAREFUL:
         bad_k = _bad(tl.load(k_at, mask=mask_tn, other=0.0) * tl.load(more + 2 * CHUNK)[:, None])
         bad_q = _bad(tl.load(q_at, mask=mask_tn, other=0.0) * tl.load(more + CHUNK)[:, None])
