@@ -64,6 +64,11 @@ def test_cuts_mark_the_same_gradients(name):
     check("nonfinite_gradients", problem(SPEC, replace(case, sizes=sizes)), "triton")
 
 
+def test_gradients_that_cancel_in_16_bits():
+    """A bias adds up the gradients of log decays over all tokens."""
+    check("gradients", problem(SPEC, CASES["bounded_per_key"], "bfloat16"), "triton")
+
+
 @pytest.mark.parametrize("axes", ["bth", "bthn"])
 @pytest.mark.parametrize("limit", [None, -5.0])
 def test_a_bias_with_gaps(axes, limit):
