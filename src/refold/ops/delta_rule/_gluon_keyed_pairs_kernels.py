@@ -37,6 +37,7 @@ from refold.ops.delta_rule._gluon_pairs_kernels import (
     put_sums,
     row_sums,
     send,
+    take,
     unit_gradients,
     unknown_zero,
 )
@@ -44,7 +45,7 @@ from refold.ops.triton.gluon import barrier, exp2, load_tile, reciprocal, seen_a
 from refold.ops.triton.gluon import tile_layout as tile_layout
 
 # What barriers tell: that tiles are empty, and that they are full. With _QK, the tiles of queries and keys hold their
-# gradients; _Q_K is the place of the same index in `send`.
+# gradients. _QK and _Q_K have the places that `send` and `take` know.
 _READ, _USED, _, _QK = (gl.constexpr(i) for i in range(4))
 _EARLY, _LATE, _Q_K = (gl.constexpr(i) for i in range(3))
 _DIAGONAL, _READS, _VALUES = (gl.constexpr(i) for i in range(3))
@@ -65,7 +66,6 @@ def _fetch(given, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, BLOCKS: gl.
         item = first + n // heads * step
         batch = item // ngroups // nchunks
         start = item // ngroups % nchunks * C
-        pid_g = item % ngroups
         cell = item * heads + head
         row = cell * C
         phase = (n & 1) ^ 1
@@ -73,7 +73,7 @@ def _fetch(given, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, BLOCKS: gl.
         bar = full.index(_EARLY)
         mbarrier.expect(bar, BLOCKS * P * C * 2)
         for block in gl.static_range(BLOCKS):
-            load_tile(dy_desc, [batch, pid_g * heads + head, start, block * P], bar, dy_smem.index(block))
+            load_tile(dy_desc, [batch, item % ngroups * heads + head, start, block * P], bar, dy_smem.index(block))
         mbarrier.wait(empty.index(_USED), phase)
         bar = full.index(_LATE)
         mbarrier.expect(bar, BLOCKS * P * (2 * C + 2 * N) * 2 + C * N * 4)
@@ -88,9 +88,7 @@ def _fetch(given, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, BLOCKS: gl.
         if head == 0:
             if n > 0:
                 send(dq_desc, dk_desc, q_smem, k_smem, empty, item - step, n // heads - 1, nchunks, ngroups, C)
-            mbarrier.expect(full.index(_Q_K), 2 * C * N * 2)
-            load_tile(k_desc, [batch, pid_g, start, 0], full.index(_Q_K), k_smem.index(0))
-            load_tile(q_desc, [batch, pid_g, start, 0], full.index(_Q_K), q_smem.index(0))
+            take(q_desc, k_desc, q_smem, k_smem, full, item, nchunks, ngroups, C, N)
     send(dq_desc, dk_desc, q_smem, k_smem, empty, first + (count - 1) * step, count - 1, nchunks, ngroups, C)
 
 

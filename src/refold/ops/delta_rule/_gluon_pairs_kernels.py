@@ -49,8 +49,7 @@ def _fetch(given, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, BLOCKS: gl.
         item = first + n // heads * step
         batch = item // ngroups // nchunks
         start = item // ngroups % nchunks * C
-        pid_g = item % ngroups
-        pid_h = pid_g * heads + head
+        pid_h = item % ngroups * heads + head
         cell = item * heads + head
         row = cell * C
         phase = (n & 1) ^ 1
@@ -73,10 +72,18 @@ def _fetch(given, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, BLOCKS: gl.
         if head == 0:
             if n > 0:
                 send(dq_desc, dk_desc, q_smem, k_smem, empty, item - step, n // heads - 1, nchunks, ngroups, C)
-            mbarrier.expect(full.index(_Q_K), 2 * C * N * 2)
-            load_tile(k_desc, [batch, pid_g, start, 0], full.index(_Q_K), k_smem.index(0))
-            load_tile(q_desc, [batch, pid_g, start, 0], full.index(_Q_K), q_smem.index(0))
+            take(q_desc, k_desc, q_smem, k_smem, full, item, nchunks, ngroups, C, N)
     send(dq_desc, dk_desc, q_smem, k_smem, empty, first + (count - 1) * step, count - 1, nchunks, ngroups, C)
+
+
+@gluon.jit
+def take(q_desc, k_desc, q_smem, k_smem, full, item, nchunks, ngroups, C: gl.constexpr, N: gl.constexpr):
+    """Start to load the queries and keys of an item."""
+    place = [item // ngroups // nchunks, item % ngroups, item // ngroups % nchunks * C, 0]
+    bar = full.index(_Q_K)
+    mbarrier.expect(bar, 2 * C * N * 2)
+    load_tile(k_desc, place, bar, k_smem.index(0))
+    load_tile(q_desc, place, bar, q_smem.index(0))
 
 
 @gluon.jit
@@ -303,9 +310,8 @@ def _sum_up(
             at = (token + offs_t) * (ngroups * heads) + item % ngroups * heads + head
             inside = offs_t < seqlen - item // ngroups % nchunks * C
             if dbeta_ptr is not None:
-                dbeta = row_sums(vectors, _READS, line) * k_factor_smem.load(line) + vectors.index(2 * _VALUES).load(
-                    line
-                )
+                dbeta = row_sums(vectors, _READS, line) * k_factor_smem.load(line)
+                dbeta = dbeta + vectors.index(2 * _VALUES).load(line)
                 gl.store(dbeta_ptr + at, dbeta + row_sums(vectors, _STRENGTHS, line), mask=inside)
             if dg_ptr is not None:
                 kept = gl.sum(vectors.index(2 * _VALUES + 1).load(line), 0)

@@ -21,6 +21,7 @@ from refold.ops.delta_rule._triton_forward import (
     bias_strides,
     gate_kind,
     in_gluon,
+    keyed_view,
     precisions,
     strength_kind,
     strides,
@@ -310,8 +311,7 @@ class Backward:
         consts = {"C": 64, "N": 128, "P": 64, "NORMALIZE": normalize, "EPS": forward.NORM_EPS.value}
         ints = (seqlen, chunks.nchunks, items, ngroups, nheads // ngroups)
         if chunks.keyed:
-            sums = {"shape": [1, 1, chunks.cells * 64, nkeys], "strides": [8, 8, nkeys, 1],
-                    "block_shape": [1, 1, 64, 128], "layout": hopper.tile_layout(32, 4)}  # fmt: skip
+            sums = keyed_view(hopper, chunks.cells, nkeys, 128, bits=32)
             kernel, consts = hopper._delta_keyed_pairs_hopper_kernel, consts | {"NEAR": forward.NEAR.value}
             views = [*read, values[1], sums, tiles, tiles, states, states, *results]
             self.hopper_ints = (*ints, nkeys, nvalues, self.slices, self.scale, *v.stride()[:3])

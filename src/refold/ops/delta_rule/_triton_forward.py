@@ -96,10 +96,10 @@ def square_view(hopper: Any, cells: int) -> dict[str, Any]:
     return {"shape": [cells * 64, 64], "strides": [64, 1], "block_shape": [64, 64], "layout": hopper.tile_layout(16, 2)}
 
 
-def keyed_view(hopper: Any, cells: int, nkeys: int, width: int) -> dict[str, Any]:
-    """Describe to the copy engine tiles of queries or keys of chunks, times their decays."""
+def keyed_view(hopper: Any, cells: int, nkeys: int, width: int, bits: int = 16) -> dict[str, Any]:
+    """Describe to the copy engine tiles of chunks, (tokens, keys): what is scaled by decays, or their sums."""
     return {"shape": [1, 1, cells * 64, nkeys], "strides": [8, 8, nkeys, 1], "block_shape": [1, 1, 64, width],
-            "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+            "layout": hopper.tile_layout(bits, 4)}  # fmt: skip
 
 
 def strides(tensor: torch.Tensor | None, axes: int) -> tuple[int, ...]:
@@ -159,9 +159,11 @@ class ChunkPlan:
         tiles = (*strides(q, 3), *strides(k, 3), *strides(r, 3))
         takes = bool(config["hopper_prepare"] and v.dtype == torch.bfloat16 and chunk == 64 and nkeys <= 128
                      and r is None and hopper_fits(q, k))  # fmt: skip
-        self.hopper = takes and in_gluon("keyed" if keyed else "prepare") is not None
+        self.part = "keyed" if keyed else "prepare"
+        self.hopper = takes and in_gluon(self.part) is not None
+        if self.hopper:
+            self._plan_hopper(q, k, nheads, consts | {"GATE": gate, "BETA": strength})
         if keyed and self.hopper:
-            self._plan_keyed(q, k, nheads, consts | {"GATE": gate, "BETA": strength})
             self.ints = (*sizes, scale, lower, limit, *g.stride(), *bias_strides(dt_bias), *strides(beta, 3))
         elif keyed:
             self.decay = Launch(
@@ -173,8 +175,6 @@ class ChunkPlan:
                                   {"num_warps": config["keyed_warps"]})  # fmt: skip
             self.ints = (*sizes, scale, limit, *tiles, *strides(beta, 3))
         else:
-            self.hopper = bool(config["hopper_prepare"] and v.dtype == torch.bfloat16 and chunk == 64 and nkeys <= 128
-                               and r is None and hopper_fits(q, k) and in_gluon("prepare") is not None)  # fmt: skip
             block_h = min(16, triton.next_power_of_2(nheads))
             self.gates = Launch(
                 kernels._delta_gates_kernel, (nslots, triton.cdiv(nheads, block_h)),
@@ -185,43 +185,31 @@ class ChunkPlan:
             self.gate_ints = (seqlen, nchunks, nseqs, nheads, lower, limit, *strides(g, 3), *strides(beta, 3))
             self.new_flags = fresh((cells + 2 * nslots * varlen,), torch.int32, v.device)
             if self.hopper:
-                self._plan_hopper(q, k, nheads, normalize, erase)
                 self.ints = (seqlen, nchunks, nheads, ngroups, scale)
             else:
                 self.prepare = Launch(kernels._delta_prepare_kernel, (nslots, nheads), consts,
                                       {"num_warps": config["prepare_warps"]})  # fmt: skip
                 self.ints = (*sizes, scale, *tiles)
 
-    def _plan_hopper(self, q, k, nheads: int, normalize: bool, erase: bool) -> None:
+    def _plan_hopper(self, q, k, nheads: int, consts: dict[str, Any]) -> None:
         """Plan the kernel in Gluon, and describe its tensors to the copy engine."""
         from refold.ops.torch.tma_launch import MappedLaunch
 
-        hopper: Any = in_gluon("prepare")
+        hopper: Any = in_gluon(self.part)
         block = max(64, self.block_n)
-        square = square_view(hopper, self.cells)
-        self.prepare = MappedLaunch(
-            hopper._delta_prepare_hopper_kernel, (self.nslots, nheads),
-            {"C": 64, "N": block, "NORMALIZE": normalize, "EPS": kernels.NORM_EPS.value, "ERASE": erase,
-             "VARLEN": self.varlen},
-            {"num_warps": 4, "maxnreg": 168},
-            [tile_view(hopper, q, block), tile_view(hopper, k, block), square, square, square],
-        )  # fmt: skip
-
-    def _plan_keyed(self, q, k, nheads: int, consts: dict[str, Any]) -> None:
-        """Plan the kernel in Gluon for a decay per key."""
-        from refold.ops.torch.tma_launch import MappedLaunch
-
-        hopper: Any = in_gluon("keyed")
-        block = max(64, self.block_n)
-        square, tile = square_view(hopper, self.cells), keyed_view(hopper, self.cells, q.shape[3], block)
-        names = ("NORMALIZE", "ERASE", "GATE", "BETA", "VARLEN")
-        self.prepare = MappedLaunch(
-            hopper._delta_prepare_keyed_hopper_kernel, (self.nslots, nheads),
-            {"C": 64, "N": block, "EPS": kernels.NORM_EPS.value, "FLOOR": kernels.FLOOR.value,
-             "NEAR": kernels.NEAR.value} | {name: consts[name] for name in names},
-            {"num_warps": 4},
-            [tile_view(hopper, q, block), tile_view(hopper, k, block), square, square, square, tile, tile, tile],
-        )  # fmt: skip
+        square, options = square_view(hopper, self.cells), {"num_warps": 4}
+        views = [tile_view(hopper, q, block), tile_view(hopper, k, block), square, square, square]
+        names = ["NORMALIZE", "ERASE", "VARLEN"]
+        more = {"C": 64, "N": block, "EPS": kernels.NORM_EPS.value}
+        if self.keyed:
+            kernel = hopper._delta_prepare_keyed_hopper_kernel
+            views += [keyed_view(hopper, self.cells, q.shape[3], block)] * 3
+            names += ["GATE", "BETA"]
+            more |= {"FLOOR": kernels.FLOOR.value, "NEAR": kernels.NEAR.value}
+        else:
+            kernel, options = hopper._delta_prepare_hopper_kernel, options | {"maxnreg": 168}
+        consts = more | {name: consts[name] for name in names}
+        self.prepare = MappedLaunch(kernel, (self.nslots, nheads), consts, options, views)
 
     def segments(self, programs: int) -> int:
         """Return into how many segments a sequence is cut: one, where the map of more than 128 keys is too large."""
