@@ -15,11 +15,13 @@ pytest.importorskip("triton")
 import refold
 from refold.integrations import decoding, graphs, hybrids, parts
 from refold.ops import backends
+from refold.ops.testing.frameworks import interpret_quickly
 from support.families import VOCAB, cache_name, make
 from support.interpreted import ONCE_OR_ALL, passed
 from support.recorder import record
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpret_quickly()
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs interpreted, in a process of its own")
 pytestmark = [

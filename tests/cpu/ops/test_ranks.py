@@ -23,11 +23,14 @@ import refold.ops as ops
 from refold.errors import ArgumentError, RefoldError
 from refold.ops.spec import Example, load
 from refold.ops.ssd.spec import EVERY
+from refold.ops.testing.frameworks import interpret_quickly
 from refold.ops.testing.problems import EPS, problem
 from refold.ops.torch import ranks
 from refold.ops.torch.cuts import LAYOUTS, Cut, pieces
 from refold.parallel import shard
 from support.ranks import on_ranks
+
+interpret_quickly()  # in the processes of ranks, too
 
 NAMES = "ssd", "selective_scan", "linear_scan", "delta_rule", "causal_conv1d"
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "share_a_sequence.py")

@@ -58,7 +58,8 @@ def test_contract_interpreted(rows: str) -> None:
 @pytest.mark.slow
 @ONCE_OR_ALL
 @pytest.mark.parametrize(
-    "names", [("ssd_backward", "ssd_hopper", "slots", "gluon_interpreted"), ("delta_hopper", "delta_backward")]
+    "names",
+    [("ssd_backward", "ssd_hopper", "slots", "gluon_interpreted", "interpreter"), ("delta_hopper", "delta_backward")],
 )
 def test_kernels_interpreted(names: tuple[str, ...], rows: str) -> None:
     """The files about kernels of one operator."""

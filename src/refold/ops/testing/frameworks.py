@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from types import FunctionType
 from typing import Any, Protocol
 from unittest import mock
 
@@ -195,6 +197,37 @@ def round_to_nearest_when_interpreted() -> None:
         return interpreter.TensorHandle(nearest, dst_type.scalar)
 
     builder.cast_impl = rounded
+
+
+def interpret_quickly() -> None:
+    """Let Triton's interpreter replace its language once a launch, not again for each call of a device function.
+
+    A launch takes back what it replaced, and a device function that finds all replaced has nothing to do. Dtypes are
+    looked up in a table that is made once. Where the interpreter has other names, it stays as it is.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    @cache
+    def seen_by(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if value is language or value is language.core]
+
+    def is_replaced(lang: Any) -> bool:
+        return lang.range.__module__ == lang.tensor.__str__.__module__ == interpreter.__name__
+
+    def once(replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda function: None if all(map(is_replaced, seen_by(function))) else replace(function)
+
+    def by_name(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        known: dict[str, Any] = {}
+        return lambda dtype: known[dtype.name] if dtype.name in known else known.setdefault(dtype.name, look(dtype))
+
+    for name, quicker in (("_patch_lang", once), ("_get_np_dtype", by_name)):
+        function = getattr(interpreter, name, None)
+        if isinstance(function, FunctionType) and function.__module__ == interpreter.__name__:
+            setattr(interpreter, name, quicker(function))
 
 
 def frame_of(backend: str, device: str = "cpu") -> Frame:
