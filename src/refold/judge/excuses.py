@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -51,8 +51,31 @@ _ASKED = re.compile(r"self\.(\w+)(?:\.(bias|weight))? is (?:not )?None")
 _TRAINING = re.compile(r"(\w+\.)+training")
 # What only something of torch may be asked for, if that excuses anything.
 PLACES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_floating_point", "is_complex", "training"}
+_BY_NAME = 1 << 16  # the place of what is given by its name alone
 Function = Any  # of ast: FunctionDef or AsyncFunctionDef; or none
 Class = ast.ClassDef | None
+Call = tuple[ast.Call, Function, Class]  # and where it is
+Stored = tuple[ast.expr | None, Function, Class]
+Values = dict[str, list[tuple[ast.expr | None, tuple[int, int], int, int]]]
+_Found = TypeVar("_Found")
+
+
+def _once(unknown: Any) -> Callable[[Callable[..., _Found]], Callable[..., _Found]]:
+    """Let a method of `Excuses` answer each question only once; what depends on itself is not known."""
+
+    def decorated(method: Callable[..., _Found]) -> Callable[..., _Found]:
+        @functools.wraps(method)
+        def asked(self: Excuses, *args: Any) -> _Found:
+            key = method.__name__, *(_position(a) if isinstance(a, ast.expr) else getattr(a, "lineno", a) for a in args)
+            if key not in self._known:
+                self._known[key] = unknown
+                self._known[key] = method(self, *args)
+            found: _Found = self._known[key]
+            return found
+
+        return asked
+
+    return decorated
 
 
 class Excuses:
@@ -78,8 +101,8 @@ class Excuses:
         self.strings: Counter[str] = Counter()
         self._variables: Counter[str] = Counter()  # of the environment that are read
         self._defined: set[str] = set()
-        self._stored: dict[str, list[tuple[ast.expr | None, Function, Class]]] = {}
-        self._calls: dict[str, list[tuple[ast.Call, Function, Class]]] = {}
+        self._stored: dict[str, list[Stored]] = {}
+        self._calls: dict[str, list[Call]] = {}
         self._short: dict[str, ast.expr | None] = {}  # what functions of one line return
         self._classes: dict[str, ast.ClassDef] = {}
         self._imported: dict[str, str] = {}
@@ -236,12 +259,12 @@ class Excuses:
 
     # Conditions.
 
+    @_once("")
     def excuse(self, leaf: ast.expr, function: Function, owner: Class) -> str:
         """Say why a condition may have one value in the whole trial; empty if it may not."""
         if isinstance(leaf, ast.Call) and isinstance(leaf.func, ast.Name) and self._bound[leaf.func.id] == 1:
             inner = self._short.get(leaf.func.id)
-            ask = lambda: "" if inner is None else self.excuse(inner, None, None)  # noqa: E731
-            return str(self._once("", "short", leaf.func.id, ask=ask))
+            return "" if inner is None else self.excuse(inner, None, None)
         if isinstance(leaf, ast.BoolOp):
             parts = [self.excuse(value, function, owner) for value in leaf.values]
             return parts[0] if all(parts) else ""
@@ -261,17 +284,10 @@ class Excuses:
                 return "with arguments that no call gives"
         return "if it is made with other arguments" if self._fixed(leaf, function, owner) else ""
 
-    def _once(self, unknown: Any, *key: Any, ask: Callable[[], Any]) -> Any:
-        """Ask only once; what depends on itself is not known."""
-        if key not in self._known:
-            self._known[key] = unknown
-            self._known[key] = ask()
-        return self._known[key]
-
     def _bindings(self, function: Function, name: str, leaf: ast.expr) -> list[ast.expr | None]:
         """List what a function may have set a name to before it comes to an expression; None if not plainly."""
-        found = self._once(None, "values", function.lineno, ask=lambda: _values(self._functions[function.lineno]))
         at, row = (leaf.lineno, leaf.col_offset), leaf.lineno
+        found = {} if function is None else _values(self._functions[function.lineno])
         return [v for v, end, first, last in found.get(name, ()) if end <= at or first <= row <= last]
 
     def only_decides(self, node: ast.Assign) -> bool:
@@ -284,62 +300,51 @@ class Excuses:
         hidden = self._dynamic or self.looks_up or (self.strings[name] > self._variables[name] * self._has_os)
         return self._bound[name] == 1 and self.names[name] == 1 + self._conditions[name] and not hidden
 
+    @_once(False)
     def _never_given(self, name: str, function: Function, owner: Class, leaf: ast.expr) -> bool:
         """Say whether an argument has its default in each call, or is one like it, until it comes to an expression."""
-        ask = partial(self._is_never_given, name, function, owner, leaf)
-        return bool(self._once(False, "given", name, function.lineno, *_position(leaf), ask=ask))
-
-    def _is_never_given(self, name: str, function: Function, owner: Class, leaf: ast.expr) -> bool:
-        a, given = function.args, self._passed(name, function, owner)
-        names, last = [*a.posonlyargs, *a.args], [p.arg for p in a.kwonlyargs]
-        first = [p.arg for p in names[len(names) - len(a.defaults) :]]
-        default = dict([*zip(first, a.defaults, strict=True), *zip(last, a.kw_defaults, strict=True)]).get(name)
-        left_out = isinstance(default, ast.Constant)
+        given, (_, default) = self._passed(name, function, owner), _arguments(function).get(name, (0, None))
         return given is not None and not self._bindings(function, name, leaf) and all(
-            left_out if arg is None else isinstance(arg, ast.Name) and where is not None
+            isinstance(default, ast.Constant) if arg is None else isinstance(arg, ast.Name) and where is not None
             and self._never_given(arg.id, where, cls, arg) for arg, where, cls in given
         )  # fmt: skip
 
-    def _passed(
-        self, name: str, function: Function, owner: Class
-    ) -> list[tuple[ast.expr | None, Function, Class]] | None:
+    def _passed(self, name: str, function: Function, owner: Class) -> list[Stored] | None:
         """List what each call gives for an argument, None where it leaves it out; None if that is not known."""
-        function, cls = self._functions[function.lineno], self._classes.get(owner.name) if owner is not None else None
-        names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
-        at = (names.index(name) if name in names else len(names)) - (owner is not None)
-        known = name in names or name in (p.arg for p in function.args.kwonlyargs)
-        bases = [] if cls is None or function.name != "forward" else map(ast.unparse, cls.bases)
-        applied = any(base.endswith("Function") for base in bases)
-        decorators = [] if applied else function.decorator_list
-        if not known or at < 0 or self.looks_up or not all(map(self._is_transparent, decorators)):
+        function, applied = self._functions[function.lineno], self._is_applied(function, owner)
+        at = _arguments(function).get(name, (-1, None))[0] - (owner is not None)
+        if at < 0 or self.looks_up or not (applied or all(map(self._is_transparent, function.decorator_list))):
             return None
         if self.attribute == (owner.name if owner is not None and function.name == "forward" else function.name):
             others = self._calls.get("self") or self._calls.get(self.attribute) or "__call__" in self.names
             return None if at < self._given or others or self.names["forward"] else [(None, None, None)]
-        calls = self._calls.get("apply" if applied else function.name, [])
-        if owner is not None and applied:  # of autograd; by its own name alone
-            calls = [c for c in calls if ast.unparse(c[0].func) == f"{owner.name}.apply"]
-            if len(calls) != self.names[owner.name]:
+        calls, found = self._calls_of(function, owner), list[Stored]()
+        for call, where, within in calls or ():
+            if any(isinstance(arg, ast.Starred) for arg in call.args) or any(k.arg is None for k in call.keywords):
                 return None
-        elif len(calls) != self.names[function.name] or function.name in self.strings:
+            bound = owner is None or applied or re.match(r"(self|super\(\))\.\w+$", ast.unparse(call.func))
+            given = [*call.args[at : at + 2 - bool(bound)], *(k.value for k in call.keywords if k.arg == name)]
+            found += [(each, where, within) for each in given] or [(None, None, None)]  # or with self as one
+        return None if calls is None else found
+
+    def _calls_of(self, function: Function, owner: Class) -> list[Call] | None:
+        """List the calls that may be of a function; None if others may be."""
+        if owner is not None and self._is_applied(function, owner):
+            calls = [c for c in self._calls.get("apply", []) if ast.unparse(c[0].func) == f"{owner.name}.apply"]
+            return calls if len(calls) == self.names[owner.name] else None
+        calls = self._calls.get(function.name, [])
+        if len(calls) != self.names[function.name] or function.name in self.strings:
             return None
-        elif function.name == "forward":  # then any module may be this one
+        if function.name == "forward":  # then any module may be this one
             every = [call for some in self._calls.values() for call in some]
             called = [c for c in every if re.match(r"self\.|\w+$", ast.unparse(c[0].func))]
             calls = calls + [c for c in called if not getattr(builtins, ast.unparse(c[0].func), None)]
-        found: list[tuple[ast.expr | None, Function, Class]] = []
-        for call, where, within in calls:
-            if any(isinstance(arg, ast.Starred) for arg in call.args) or any(k.arg is None for k in call.keywords):
-                return None
-            bound = (
-                owner is None or applied or re.match(r"(self|super\(\))\.\w+$", ast.unparse(call.func))
-            )  # or with self as one
-            given: list[ast.expr | None] = [
-                *call.args[at : at + 2 - bool(bound)],
-                *(k.value for k in call.keywords if k.arg == name),
-            ]
-            found += [(each, where, within) for each in (given or [None])]
-        return found
+        return calls
+
+    def _is_applied(self, function: Function, owner: Class) -> bool:
+        """Say whether it is the forward of a function of autograd, which is called by ``apply``."""
+        bases = self._classes[owner.name].bases if owner is not None and function.name == "forward" else ()
+        return any(ast.unparse(base).endswith("Function") for base in bases)
 
     def _is_transparent(self, decorator: ast.expr) -> bool:
         """Say whether a decorator passes on the arguments of a call as they are."""
@@ -347,21 +352,16 @@ class Excuses:
         module = self._imported.get(name.split(".")[0], "").split(".")[0]
         return module == "torch" or (module == "functools" and name.split(".")[-1] in ("cache", "lru_cache"))
 
+    @_once({})
     def _meant(self, node: ast.expr, function: Function, owner: Class) -> dict[Any, tuple[Any, Function, Class]]:
         """Return the expressions for which a local name stands, by all calls; none if they are not known."""
         if not isinstance(node, ast.Name) or node.id == "self":
             return {_position(node): (node, function, owner)}
-        ask = partial(self._is_meant, node, function, owner)
-        return {} if function is None else self._once({}, "meant", function.lineno, *_position(node), ask=ask)  # type: ignore[no-any-return]
-
-    def _is_meant(self, node: ast.Name, function: Function, owner: Class) -> dict[Any, tuple[Any, Function, Class]]:
-        arguments = [n.arg for n in ast.walk(function.args) if isinstance(n, ast.arg)]
-        given = self._passed(node.id, function, owner) if node.id in arguments else []
-        values = [(value, function, owner) for value in self._bindings(function, node.id, node)]
-        found = [
-            ({} if v is None else self._meant(v, f, c))
-            for v, f, c in (*values, *(given or [(None, None, None)] * (given is None)))
-        ]
+        given = self._passed(node.id, function, owner) if node.id in _arguments(function) else []
+        if function is None or given is None:
+            return {}
+        each = [*((value, function, owner) for value in self._bindings(function, node.id, node)), *given]
+        found = [{} if v is None else self._meant(v, f, c) for v, f, c in each]
         return {key: each for some in found for key, each in some.items()} if all(found) else {}
 
     def asked(self, leaf: ast.expr, function: Function, owner: Class) -> list[ast.expr]:
@@ -370,18 +370,13 @@ class Excuses:
             return [leaf]
         ends = [end for end, *_ in self._meant(leaf.comparators[-1], function, owner).values()]
         asks = [ast.Compare(leaf.left, leaf.ops, [*leaf.comparators[:-1], end]) for end in ends]
-        return [ast.copy_location(each, leaf) for each in asks] or [leaf]
+        return [_placed(each, leaf) for each in asks] or [leaf]
 
+    @_once(False)
     def _fixed(self, node: ast.expr, function: Function, owner: Class) -> bool:
         """Say whether an expression has one value for all that a module lives."""
         if isinstance(node, (ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp, ast.Constant)):
-            inner = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
-            return all(self._fixed(c, function, owner) for c in inner)
-        ask = partial(self._is_fixed, node, function, owner)
-        lines = function and function.lineno, owner and owner.lineno
-        return bool(self._once(False, "fixed", *lines, *_position(node), ask=ask))
-
-    def _is_fixed(self, node: ast.expr, function: Function, owner: Class) -> bool:
+            return all(self._fixed(c, function, owner) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
             stores, cls = self._stores(node.attr, owner), self._classes.get(owner.name) if owner else None
             if cls is not None and not self._stored.get(node.attr):
@@ -392,15 +387,13 @@ class Excuses:
             of_torch = named and isinstance(getattr(torch, node.attr, None), torch.dtype)
             return of_torch or (not self._changed(node.attr) and self._fixed(node.value, function, owner))
         if isinstance(node, ast.Name):
-            values = [] if function is None else self._bindings(function, node.id, node)
+            values, given = self._bindings(function, node.id, node), _arguments(function)
             if any(value is None or not self._fixed(value, function, owner) for value in values):
                 return False
-            a = ast.arguments([], [], None, [], [], None, []) if function is None else function.args
-            given = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None]
             if node.id not in given:
                 return bool(values) or self._set_once(node.id, self._body)
-            constant = all(self._fixed(d, None, None) for d in (*a.defaults, *filter(None, a.kw_defaults)))
-            made = owner is not None and function.name == "__init__" and node.id != given[0] and constant
+            constant = all(default is None or self._fixed(default, None, None) for _, default in given.values())
+            made = owner is not None and function.name == "__init__" and node.id != next(iter(given)) and constant
             return made and self._made_once(owner)  # type: ignore[arg-type]
         if isinstance(node, ast.Call):
             each = (*node.args, *(k.value for k in node.keywords))
@@ -418,7 +411,7 @@ class Excuses:
             asked = [(ast.Compare(ast.Attribute(v, part) if part else v, node.ops, node.comparators), f, c)
                      for v, f, c in found]  # fmt: skip
             if asked:
-                return all(self._fixed(ast.copy_location(each, node), f, c) for each, f, c in asked)
+                return all(self._fixed(_placed(each, node), f, c) for each, f, c in asked)
         return all(self._fixed(c, function, owner) for c in (left, *node.comparators))
 
     def _set_once(self, name: str, body: list[ast.stmt]) -> bool:
@@ -428,9 +421,13 @@ class Excuses:
         once = self._bound[name] == 1 and not self._changed(name) and name not in self._arguments
         return once and all(v is not None and self._fixed(v, None, None) for v in set_here or [None])
 
+    def _hidden(self, name: str) -> bool:
+        """Say whether what is done to something of this name may not be seen."""
+        return self._dynamic or name in self.strings
+
     def _changed(self, name: str) -> bool:
         """Say whether an attribute of this name may be set after its object was made."""
-        return self._dynamic or name in self.strings or name in self._stored
+        return self._hidden(name) or name in self._stored
 
     def _is_record(self, name: str) -> bool:
         """Say whether a class of this file, a NamedTuple or a dataclass, has fields alone, which nothing sets."""
@@ -451,8 +448,8 @@ class Excuses:
         stores = self._stored.get(name, [])
         named = [] if owner is None else [owner.name, *map(ast.unparse, owner.bases)]  # also of what it inherits from
         within = all(v and f and c and f.name == "__init__" and c.name in named for v, f, c in stores)
-        hidden = self._dynamic or name in self.strings or name in self._members
-        return [] if hidden or not within else stores  # type: ignore[return-value]
+        lost = self._hidden(name) or name in self._members or not within
+        return [] if lost else stores  # type: ignore[return-value]
 
     def _is_or_is_none(self, node: ast.expr, function: Function, owner: Class) -> bool:
         """Say whether it is fixed whether a value is None."""
@@ -472,11 +469,9 @@ class Excuses:
     def _made_once(self, owner: ast.ClassDef) -> bool:
         """Say whether modules of a class are made where the judged one is, from fixed arguments."""
         calls = self._calls.get(owner.name, [])
-        if self._dynamic or self.names[owner.name] > len(calls) or owner.name in self.strings:
+        if self._hidden(owner.name) or self.names[owner.name] > len(calls):
             return False
-        if owner.name == self.attribute:
-            return not calls
-        return bool(calls) and all(
+        return not calls if owner.name == self.attribute else bool(calls) and all(
             cls is not None and not _same(cls, owner) and where is not None and where.name == "__init__"
             and all(self._fixed(a, where, cls) for a in (*call.args, *(k.value for k in call.keywords)))
             for call, where, cls in calls
@@ -507,10 +502,7 @@ def _guards(tree: ast.Module) -> set[str]:
             test, other = call.args[0], call.args[2] if call.func.attr == "where" and len(call.args) == 3 else None
             if call.func.attr in ("masked_fill", "masked_fill_"):
                 other = call.func.value
-            if other is not None and ast.unparse(test) in (
-                f"{ast.unparse(other)} == 0",
-                f"{ast.unparse(other)} == 0.0",
-            ):
+            if other is not None and ast.unparse(test) in [f"{ast.unparse(other)} == {zero}" for zero in ("0", "0.0")]:
                 found[ast.unparse(test)] += 1
     return {text for text, count in found.items() if count == every[text]}
 
@@ -550,14 +542,26 @@ def comparisons(node: ast.Match) -> list[ast.expr]:
     parts = [n for case in node.cases for n in ast.walk(case.pattern) if isinstance(n, ast.pattern)]
     plain = all(isinstance(n, (ast.MatchValue, ast.MatchSingleton, ast.MatchOr, ast.MatchAs)) for n in parts)
     values = [ast.Compare(node.subject, [ast.Eq()], [n.value]) for n in parts if isinstance(n, ast.MatchValue)]
-    values += [
-        ast.Compare(node.subject, [ast.Is()], [ast.Constant(n.value)])
-        for n in parts
-        if isinstance(n, ast.MatchSingleton)
-    ]
-    return (
-        [ast.copy_location(c, node.subject) for c in values] if plain and not any(c.guard for c in node.cases) else []
-    )
+    single = [ast.Constant(n.value) for n in parts if isinstance(n, ast.MatchSingleton)]
+    values += [ast.Compare(node.subject, [ast.Is()], [value]) for value in single]
+    return [_placed(c, node.subject) for c in values] if plain and not any(c.guard for c in node.cases) else []
+
+
+def _arguments(function: Function) -> dict[str, tuple[int, ast.expr | None]]:
+    """Return the arguments of a function: where each is given, -1 of what takes all that are left, and its default."""
+    if function is None:
+        return {}
+    a = function.args
+    first, last = [*a.posonlyargs, *a.args], [*a.kwonlyargs]
+    places = [*range(len(first)), *[_BY_NAME] * len(last)]
+    defaults: list[Any] = [*[None] * (len(first) - len(a.defaults)), *a.defaults, *a.kw_defaults]
+    found = {p.arg: (at, d) for p, at, d in zip((*first, *last), places, defaults, strict=True)}
+    return found | {p.arg: (-1, None) for p in (a.vararg, a.kwarg) if p is not None}
+
+
+def _placed(made: ast.expr, where: ast.expr) -> ast.expr:
+    """Give an expression that was made here the place of one in the source."""
+    return ast.fix_missing_locations(ast.copy_location(made, where))
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -568,12 +572,13 @@ def _position(node: ast.expr) -> tuple[Any, ...]:
     return ast.unparse(node), node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
 
 
-def _values(function: Function) -> dict[str, list[tuple[ast.expr | None, tuple[int, int], int, int]]]:
+@functools.lru_cache(64)
+def _values(function: Function) -> Values:
     """List what a function sets each name to: None if not by a plain statement, where it ends, the loop that it is in.
 
     What a statement sets that ends later counts in a loop alone; other bindings, as of a lambda, count in any case.
     """
-    found: dict[str, list[tuple[ast.expr | None, tuple[int, int], int, int]]] = {}
+    found: Values = {}
     left: list[tuple[Any, int, int]] = [(function, 0, -1)]  # nodes, and the first and last line of the outer loop
     body, plain = set(map(id, function.body)), set[int]()
     for n, first, last in left:
