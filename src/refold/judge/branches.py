@@ -162,12 +162,13 @@ class Cover:
 
     Attributes:
         marks: The places of these marks.
+        always: Those of marks that each of these calls wrote.
         forged: Whether there are marks where none is written.
     """
 
     def __init__(self, branches: Branches, process: Any):
         self._branches, self._process, self._where = branches, process, process.ask("marks", Description)
-        self.marks: Marks = set()
+        self.marks, self.always = Marks(), Marks()
         self._pending = self.forged = False
 
     def asked(self) -> None:
@@ -184,7 +185,8 @@ class Cover:
     def compared(self) -> bool:
         """Take over the marks of a call that was compared; say whether there is one that no call before wrote."""
         self._pending = False
-        new = self.ran() - self.marks
+        ran = self.ran()
+        self.always, new = self.always & ran if self.marks else ran, ran - self.marks
         if new - self._branches.used:
             self.forged = True
             raise Enough("it writes marks itself")

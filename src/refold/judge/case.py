@@ -29,16 +29,17 @@ class Case:
         docket: The record of the trial.
         sides: The programs in their processes.
         kept: A result of the candidate that is alive until the trial ends.
+        aliases: What the original's results shared memory with in the last round.
         numbers: Compares the numbers.
     """
 
     kept: Result
+    aliases: list[Any]
 
     def __init__(self, docket: Docket, sides: Sides):
         self.docket, self.sides = docket, sides
         self.numbers = NumberChecks(docket, sides)
         self._empty: list[Call] = []
-        self._aliases: list[Any] = []  # what the original's results share memory with
 
     def round(
         self, kind: str, values: Tensors, *, check: str = "", adopted: bool = False, **options: Any
@@ -49,8 +50,8 @@ class Case:
         r, o, y = self.answers(call, wide=not check, adopted=adopted)
         self.metadata(o, y)
         self.numbers.compare(kind, check or rule(kind), call, r, o, y)
-        self._aliases = o.aliases
-        self.traces(o, y)
+        self.aliases = o.aliases
+        self.traces(o, y, o.aliases)
         self.numbers.past.append(y)
         self.compared(kind, call, wide=not check)
         return o, y
@@ -83,22 +84,13 @@ class Case:
             again = replace(call, tensors=numbers, use=use, same_place=False)
             with contextlib.suppress(Raised):  # by the original, which may not accept these
                 if found := self._both(kind, check, again, "", wide):
-                    self._fresh(*found)
+                    self.traces(*found, found[0].aliases)
                     kept.append(found[1])
         if kept and not call.use:
             self.unchanged(sides.suspect, kept[0])
             self.surroundings(sides.witness, sides.suspect, sides.modes, len(kept))
         if sides.shares_state:
             sides.adopt(given)
-
-    def _fresh(self, o: Result, y: Result) -> None:
-        """S2, S7: results are no inputs and no earlier results, unless the original's are."""
-        for index, alias in enumerate(y.aliases[: len(self.sides.outputs)]):
-            if alias and alias[0] == "input" and not o.aliases[index]:
-                self.docket.step("S2", f"result {index} shares memory with an input, the original's does not")
-            if y.reused[index] and not o.reused[index]:
-                said = f"result {index} lies in the memory of an earlier call's result, which is still held"
-                self.docket.step("S7", said)
 
     def unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
         """Compare a call that the original may not accept, and that a candidate may refuse, by an exception.
@@ -254,13 +246,15 @@ class Case:
         if y.overrun and not o.overrun:
             step("U2", "it wrote to memory next to its inputs")
 
-    def traces(self, o: Result, y: Result) -> None:
-        """S1, S2, S7, U2: what a call did other than returning."""
+    def traces(self, o: Result, y: Result, aliases: list[Any]) -> None:
+        """S1, S2, S7, U2: what a call did other than returning, whose results may share memory with these."""
         self._untouched(o, y)
-        if self._shared(self._aliases) != self._shared(y.aliases):
-            said = f"its results share memory with {y.aliases}, the original's with {self._aliases}"
-            self.docket.step("S2", said)
-        self._fresh(o, y)
+        if self._shared(aliases) != self._shared(y.aliases):
+            self.docket.step("S2", f"its results share memory with {y.aliases}, the original's with {aliases}")
+        for index, (mine, theirs) in enumerate(zip(y.reused[: len(self.sides.outputs)], o.reused, strict=False)):
+            if mine and not theirs:
+                said = f"result {index} lies in the memory of an earlier call's result, which is still held"
+                self.docket.step("S7", said)
 
     def _shared(self, aliases: list[Any]) -> list[Any]:
         """Leave out what gradients share with one another, which autograd expects; they need not."""

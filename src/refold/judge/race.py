@@ -267,7 +267,7 @@ class Race:
             self.docket.step("M2", f"in a timed call, {other}")
         self.case.numbers.timed(kind, call, o, y, self._now)
         # A candidate may notice that it is timed, so what it leaves is looked at here, too.
-        self.case.traces(o, y)
+        self.case.traces(o, y, self.case.aliases)
         if self._before is not None:
             if self.docket.terms.device != "cpu":  # where looking again is work for the process, for both alike
                 base.again(self._before[0])
