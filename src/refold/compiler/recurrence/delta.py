@@ -6,7 +6,8 @@ A step's new state is read as a sum of products in index notation, so the spelli
 one product is the decayed state, one contracts the state along the keys, and all others hold no state. States are not
 written: all that reads them must contract them, after the step. Two things may be otherwise, as in RWKV-7: what is
 contracted may be the state before its decay, and x may be written under other keys than what was read. The map may be
-one matrix, S (D - b r kᵀ), if D is known to be diagonal.
+one matrix, S (D - b r kᵀ), if D is known to be diagonal. A step may be several such maps, one after the other
+(DeltaProduct).
 
 Shapes. A state has axes in any order: those of the keys (n), of the values (p), which only x runs along, and others.
 Source: Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464), section 3.
@@ -120,6 +121,7 @@ class RankOne:
         queries: What contracts the new states.
         early: Whether r reads the state before it decays.
         under: The keys that x is written under; None if they are k.
+        earlier: The delta rules of the step before this one, which reads what they leave.
     """
 
     state: Node
@@ -134,6 +136,12 @@ class RankOne:
     queries: tuple[Query, ...] = ()
     early: bool = False
     under: Weighted | None = None
+    earlier: tuple[RankOne, ...] = ()
+
+    @property
+    def rules(self) -> tuple[RankOne, ...]:
+        """The delta rules of a step, in order."""
+        return (*self.earlier, self)
 
     @property
     def others(self) -> list[int]:
@@ -149,10 +157,8 @@ def read_rank_one(graph: Graph, state: Node, new: Node) -> RankOne | None:
     if not (alike and value(new).is_floating_point()):
         return None
     try:
-        whole = leaf(new)
-        products = list(_multiplied_out(whole, state, downstream(state)))
         values = _Values(graph)
-        step = _step(values, state, new, whole, products)
+        step = _read(values, state, new, downstream(state)) or _in_a_row(values, graph, state, new)
         queries, hidden = list[Query](), downstream(new) - {new}
         for node in graph.nodes:
             if node in hidden and (query := _query(values, node, new, step.n)) is not None:
@@ -161,6 +167,31 @@ def read_rank_one(graph: Graph, state: Node, new: Node) -> RankOne | None:
         return _with_values(replace(step, queries=tuple(queries)))
     except _Other:
         return None
+
+
+def _read(values: _Values, state: Node, new: Node, dependent: set[Node]) -> RankOne | None:
+    """Read one delta rule, from a state to another; None if it is something else."""
+    whole = leaf(new)
+    try:
+        return _step(values, state, new, whole, list(_multiplied_out(whole, state, dependent)))
+    except _Other:
+        return None
+
+
+def _in_a_row(values: _Values, graph: Graph, state: Node, new: Node) -> RankOne:
+    """Read a step as several delta rules, each of what the one before it leaves."""
+    rules, start, dependent = list[RankOne](), state, downstream(state)
+    for node in graph.nodes:
+        between = node is new or (node in dependent and node.target in _SUMS)
+        if not between or value(node).shape != value(state).shape:
+            continue
+        rule = _read(values, start, node, dependent)
+        if rule is not None and not rule.early and rule.under is None:
+            rules.append(rule)
+            start = node
+    if start is not new or len({rule.n for rule in rules}) > 1:
+        raise _Other
+    return replace(rules[-1], state=state, earlier=tuple(rules[:-1]))
 
 
 def _step(values: _Values, state: Node, new: Node, whole: Product, products: list[Product]) -> RankOne:
@@ -202,12 +233,14 @@ def _step(values: _Values, state: Node, new: Node, whole: Product, products: lis
 
 def _with_values(step: RankOne) -> RankOne:
     """Choose the axis of the values: all but inputs are the same along it."""
-    keys = (step.keys, *filter(None, [step.under]))
-    read = (step.decay, *keys, step.reads, step.beta, *(query.factors for query in step.queries))
-    used, written = ({x for term in terms for part in term.parts for x in part.places} for terms in (read, step.inputs))
+    keys = (*(rule.keys for rule in step.rules), *filter(None, [step.under]))
+    read = [term for rule in step.rules for term in (rule.decay, rule.reads, rule.beta)]
+    read += [*keys, *(query.factors for query in step.queries)]
+    inputs = [term for rule in step.rules for term in rule.inputs]
+    used, written = ({x for term in terms for part in term.parts for x in part.places} for terms in (read, inputs))
     free = [place for place in range(value(step.state).dim()) if place not in used]
     p = max(free, key=lambda place: (place in written, place), default=None)
-    found = replace(step, p=p)
+    found = replace(step, p=p, earlier=tuple(replace(rule, p=p) for rule in step.earlier))
     if p is None and not all(key.along(place) for key in keys for place in found.others):
         raise _Other  # keys would have to be repeated for each value
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, prod
 from operator import getitem
@@ -83,7 +83,12 @@ class Corrections:
     @property
     def signless(self) -> bool:
         """Whether no decay can be negative."""
-        return all(sign(term.node).nonnegative for term in self.decay[1])
+        return all(sign(term.node).nonnegative for rule in self.rules for term in rule.decay[1])
+
+    @property
+    def rules(self) -> tuple[Corrections, ...]:
+        """The same of each delta rule of a step."""
+        return (*(replace(self, step=rule) for rule in self.step.earlier), self)
 
     def terms(self, factors: Weighted) -> list[Placed]:
         """Return a step's factors over all steps."""
@@ -114,19 +119,15 @@ def refuses_rank_one(facts: Corrections) -> str | None:
 
     Where no gradient is taken, signs are kept apart (`_signs`).
     """
-    known = facts.signless or not torch.is_grad_enabled()
+    known = facts.signless or not (torch.is_grad_enabled() or facts.step.earlier)
     return None if known else "the state is multiplied by what may be negative"
 
 
 def rank_one(facts: Corrections) -> tuple[dict[Node, Node], Node]:
     """Emit `RANK_ONE`: what each query reads, (t, ...), and the last state."""
     emit, step, n = facts.emit, facts.step, facts.key
-    k = facts.laid(facts.terms(step.keys), 1.0, [n])
-    given = {"k": k, "v": _inputs(facts, k), "g": _log_decay(facts, k), "beta": None, "r": None}
-    if step.beta.parts:
-        given["beta"] = facts.laid(facts.terms(step.beta), 1.0, [])
-    if (step.reads.number, Counter(step.reads.parts)) != (1.0, Counter(step.keys.parts)):
-        given["r"] = facts.laid(facts.terms(step.reads), step.reads.number, [n])
+    *earlier, given = map(_arguments, facts.rules)
+    k = given["k"]
     signs, own = (None, None) if facts.signless else _signs(facts)
     for name in ("k", "r"):
         given[name] = _times(emit, given[name], signs)
@@ -138,7 +139,7 @@ def rank_one(facts: Corrections) -> tuple[dict[Node, Node], Node]:
         start = emit.reshape(start, [1 if axis is None else facts.shape[axis] for axis in state_order])
         given["initial_state"] = emit.dense(facts.merged(start, 1))
     under = None if step.under is None else facts.laid(facts.terms(step.under), 1.0, [n])
-    tokens = Tokens(emit, facts.count, step.early, _times(emit, under, signs))
+    tokens = Tokens(emit, facts.count, step.early, _times(emit, under, signs), earlier)
     given = tokens.arguments(given)
     found, last = dict[Node, Node](), None
     for query in step.queries or [None]:
@@ -155,6 +156,18 @@ def rank_one(facts: Corrections) -> tuple[dict[Node, Node], Node]:
         ends = emit.call(aten.unsqueeze.default, emit.call(aten.select.int, signs, 1, -1), -1)
         last = emit.call(aten.mul.Tensor, last, ends)
     return found, _natural(facts, last, state_order, [axis + 1 for axis in range(len(facts.shape) - 1)])
+
+
+def _arguments(facts: Corrections) -> dict[str, Any]:
+    """Return the arguments of one delta rule, but for queries and states."""
+    step, n = facts.step, facts.key
+    k = facts.laid(facts.terms(step.keys), 1.0, [n])
+    given = {"k": k, "v": _inputs(facts, k), "g": _log_decay(facts, k), "beta": None, "r": None}
+    if step.beta.parts:
+        given["beta"] = facts.laid(facts.terms(step.beta), 1.0, [])
+    if (step.reads.number, Counter(step.reads.parts)) != (1.0, Counter(step.keys.parts)):
+        given["r"] = facts.laid(facts.terms(step.reads), step.reads.number, [n])
+    return given
 
 
 def _signs(facts: Corrections) -> tuple[Node, Node]:

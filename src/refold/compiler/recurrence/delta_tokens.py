@@ -4,7 +4,7 @@
 
 The operator reads a decayed state, and writes under one key. So the state before its decay is read by a token of its
 own. It writes what it read into one more row of the state, which the next token reads: nothing is divided by decays.
-What is written under other keys l is written by a last token.
+What is written under other keys l is written by a last token. Several delta rules in one step are as many tokens.
 
 Arguments are those of `refold.ops.delta_rule`, (b, t, h, n) or (b, t, h); of m tokens a step, (b, t m, h, n).
 """
@@ -36,17 +36,19 @@ class Tokens:
         steps: How many steps there are.
         early: Whether a step reads the state before it decays.
         under: The keys l, if they are others than k.
+        earlier: The arguments of the rules of a step before its last one.
     """
 
     emit: Builder
     steps: Any
     early: bool
     under: Node | None
+    earlier: Sequence[Mapping[str, Node | None]] = ()
 
     @property
     def each(self) -> int:
         """How many tokens a step becomes."""
-        return 1 + self.early + (self.under is not None)
+        return 1 + self.early + (self.under is not None) + len(self.earlier)
 
     def arguments(self, given: Mapping[str, Node | None]) -> dict[str, Node | None]:
         """Return the arguments for all tokens, given those of steps."""
@@ -55,12 +57,13 @@ class Tokens:
         assert v is not None
         zeros, nothing = self._full(k, 0.0), self._full(v, 0.0)
         # Of the tokens of a step: keys, values, log decays, strengths, read keys.
-        tokens: list[tuple[Node, Node, Node | None, Node | None, Node]]
+        tokens: list[tuple[Node | None, ...]]
         tokens = [(k, nothing if self.under else v, g, beta, k if r is None else r)]
         initial = given.get("initial_state")
         if self.early:
             ((_, v0, _, _, read),) = tokens
             decay = zeros if g is None else self._per_key(g, k)
+            assert read is not None
             tokens = [
                 (self._row(zeros, 1.0), v0, self._row(zeros, _FORGETS), beta, self._row(read, 0.0)),
                 (self._row(k, 0.0), nothing, self._row(decay, 0.0), None, self._row(zeros, -1.0)),
@@ -69,11 +72,21 @@ class Tokens:
             initial = initial and self._row(initial, 0.0, 2)
         if self.under is not None:
             tokens.append((self._row(self.under, 0.0) if self.early else self.under, v, None, None, zeros))
+        if self.earlier:
+            tokens = self._in_a_row([*self.earlier, given], k)
         if len(tokens) > 1:
             k, v, g, beta, r = (
                 self._in_turns(x, other) for x, other in zip(zip(*tokens, strict=True), (0, 0, 0, 1, 0), strict=True)
             )
         return {"k": k, "v": v, "g": g, "beta": beta, "r": r, "initial_state": initial}
+
+    def _in_a_row(self, rules: Sequence[Mapping[str, Node | None]], like: Node) -> list[tuple[Node | None, ...]]:
+        decays = [rule["g"] for rule in rules]
+        if any(g is not None and value(g).dim() == value(like).dim() for g in decays):
+            decays = [g and self._per_key(g, like) for g in decays]
+        alike = all(rule["r"] is None for rule in rules)
+        reads = [None if alike else rule["r"] or rule["k"] for rule in rules]
+        return [(x["k"], x["v"], g, x["beta"], r) for x, g, r in zip(rules, decays, reads, strict=True)]
 
     def queries(self, q: Node) -> Node:
         """Return queries for all tokens: the last one of a step has that of the step."""

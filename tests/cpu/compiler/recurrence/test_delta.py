@@ -316,10 +316,37 @@ def from_an_identity(q, k, v, g, beta, r):
     return torch.stack(out, 1), S
 
 
+def delta_product(q, k, v, g, beta, r):
+    """Two writes a step, after one decay per head."""
+    S, out = v.new_zeros(B, H, N, P), []
+    for t in range(T):
+        S = S * g[:, t, :, None, None].exp()
+        for key, b in ((k, beta), (r, 2 * beta)):
+            error = v[:, t] - (S * key[:, t, ..., None]).sum(-2)
+            S = S + error.unsqueeze(-2) * key[:, t, ..., None] * b[:, t, :, None, None]
+        out.append((S * q[:, t, ..., None]).sum(-2))
+    return torch.stack(out, 1), S
+
+
+def unlike_writes(q, k, v, g, beta, r):
+    """Three: with a decay per key, by a matrix, and with other read keys; a state of (values, keys)."""
+    S, out, I = 0.3 * v[:, 0, ..., None] * r[:, 0, :, None], [], torch.eye(N).to(v)
+    for t in range(T):
+        S = S * (g[:, t, :, None] * q[:, t].square()).exp()[:, :, None]
+        S = S + (v[:, t] - (S @ k[:, t, ..., None])[..., 0])[..., None] * k[:, t, :, None]
+        key, b = r[:, t, :, None], beta[:, t, :, None, None]
+        S = S @ (I - b * key.mT @ key) + b * (v[:, t, ..., None] @ key)
+        S = 0.9 * S
+        S = S - k[:, t, :, None] * (S @ r[:, t, ..., None]) + k[:, t, :, None] * v[:, t, ..., None].tanh()
+        out.append((S @ q[:, t, ..., None]).squeeze(-1))
+    return torch.stack(out, 1), S
+
+
 SPELLINGS = [
     as_fla, as_kda, ungated, without_strength, with_matmul, with_bmm, with_einsum, decay_from_gates, multiplied_out,
     one_sequence, shared_keys, two_queries, with_addcmul, with_mv, rwkv7, rwkv7_of_one_head, fast_weights_that_fade,
-    another_key_erases, as_one_matrix, as_a_diagonal_and_a_product, from_an_identity,
+    another_key_erases, as_one_matrix, as_a_diagonal_and_a_product, from_an_identity, delta_product,
+    unlike_writes,
 ]  # fmt: skip
 
 
@@ -327,6 +354,22 @@ SPELLINGS = [
 @pytest.mark.parametrize("training", [False, True])
 def test_spellings(fn, training):
     assert len(agree(fn, *operands(), training=training)) == 1
+
+
+@pytest.mark.parametrize("other", ["read between", "of the old state", "what was read"])
+def test_two_writes_that_are_no_two_delta_rules(other, few_coupled):
+    def fn(q, k, v, g, beta, r):
+        S, out = v.new_zeros(B, H, N, P), []
+        for t in range(T):
+            old, y = S, (S * q[:, t, ..., None]).sum(-2)
+            S = S + k[:, t, ..., None] * (v[:, t] - (S * k[:, t, ..., None]).sum(-2))[:, :, None]
+            between = (S * q[:, t, ..., None]).sum(-2) if other == "read between" else 0
+            held, x = (old if other == "of the old state" else S), (y if other == "what was read" else v[:, t])
+            S = S + r[:, t, ..., None] * (x - (held * r[:, t, ..., None]).sum(-2))[:, :, None]
+            out.append((S * q[:, t, ..., None]).sum(-2) + between)
+        return torch.stack(out, 1)
+
+    assert not agree(fn, *operands())
 
 
 # What a step may do otherwise than the delta rule, each with whether it is one all the same.
