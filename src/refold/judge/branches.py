@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .errors import Enough, Misbehaved
-from .excuses import PLACES, Excuses, comparisons, reachable
+from .excuses import MADE, PLACES, Excuses, comparisons, reachable
 from .messages import Description
 from .program import Program
 
@@ -215,6 +215,7 @@ class _Marker(ast.NodeTransformer):
         self._function: Any = None
         self._owner: ast.ClassDef | None = None
         self._foreign: dict[str, int] = {}  # marks of what is asked for its place and is not of torch
+        self._held: dict[str, int] = {}  # marks of what is taken for fixed and could be emptied, as a list
 
     # Marks.
 
@@ -264,10 +265,18 @@ class _Marker(ast.NodeTransformer):
         why = self._facts.excuse(node, self._function, self._owner)
         parts = [n for each in self._facts.asked(node, self._function, self._owner) for n in ast.walk(each)]
         own = {ast.unparse(n.value) for n in parts if isinstance(n, ast.Attribute) and n.attr in PLACES}
+        held: set[str] = set()
+        if why == MADE and not (isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot))):
+            inner = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+            each = (n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute)) and id(n) not in inner)
+            held = set(map(ast.unparse, each))
+            for name in held - self._held.keys():
+                self._held[name] = self._site([node], ("",), _no, value=True).places[0]
 
         def excuse(marks: Marks) -> str:
             asked = own if own or not isinstance(node, ast.Call) else self._foreign  # by a function of one line
-            return "" if any(self._foreign.get(name) in marks for name in asked) else why
+            changes = any(self._held[name] in marks for name in held)
+            return "" if changes or any(self._foreign.get(name) in marks for name in asked) else why
 
         return why, excuse
 
@@ -355,12 +364,18 @@ class _Marker(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load):
             return self.generic_visit(node)
         self._mention(node.attr)
-        return self._value(node, self._asked)
+        name = ast.unparse(node)
+        return self._value(node, lambda node: self._kept(name, self._asked(node)))
 
     def visit_Name(self, node: ast.Name) -> Any:
-        if isinstance(node.ctx, ast.Load):
-            self._mention(node.id)
-        return node
+        if not isinstance(node.ctx, ast.Load):
+            return node
+        self._mention(node.id)
+        return self._kept(node.id, node)
+
+    def _kept(self, name: str, node: Any) -> Any:
+        """Mark whether what is taken for fixed could be emptied."""
+        return self._record("kept", [self._held[name]], node) if name in self._held else node
 
     def _mention(self, name: str) -> None:
         self.mentions.setdefault(name, []).append(self._parent)

@@ -19,6 +19,7 @@ from .process import Call, Process, Result
 from .results import contiguous, identical, judged, rule, strides, unlike
 from .sides import Sides, Tensors, together
 
+LARGER, LITTLE = 8, 1 << 16  # times and bytes by which the memory that a result is a part of may be larger
 OTHER_DTYPES = (*LOW, "float64")  # in which results may be of other dtypes
 
 
@@ -210,6 +211,10 @@ class Case:
                 step("M1", f"{where} is {', '.join(m.odd)}, which the original's is not")
             if m.requires_grad != expected.requires_grad and (train or m.requires_grad):
                 step("M4", f"{where} has {'a' if m.requires_grad else 'no'} gradient, unlike the original's")
+            if m.storage_bytes > LARGER * max(m.span, expected.storage_bytes) + LITTLE and index < len(
+                self.sides.outputs
+            ):
+                step("M1", f"{where} of {m.span} bytes keeps {m.storage_bytes} bytes of memory; return a copy")
             if not m.address and torch.Size(m.shape).numel() and not m.odd:
                 step("M1", f"{where} has no memory")
         if y.tree != o.tree and train and y.tree.get("items", [])[:1] == o.tree["items"][:1]:

@@ -51,6 +51,7 @@ _ASKED = re.compile(r"self\.(\w+)(?:\.(bias|weight))? is (?:not )?None")
 _TRAINING = re.compile(r"(\w+\.)+training")
 # What only something of torch may be asked for, if that excuses anything.
 PLACES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_floating_point", "is_complex", "training"}
+MADE = "if it is made with other arguments"
 _BY_NAME = 1 << 16  # the place of what is given by its name alone
 Function = Any  # of ast: FunctionDef or AsyncFunctionDef; or none
 Class = ast.ClassDef | None
@@ -282,7 +283,7 @@ class Excuses:
                 return "with other packages"
             if function is not None and all(self._never_given(name, function, owner, leaf) for name in named):
                 return "with arguments that no call gives"
-        return "if it is made with other arguments" if self._fixed(leaf, function, owner) else ""
+        return MADE if self._fixed(leaf, function, owner) else ""
 
     def _bindings(self, function: Function, name: str, leaf: ast.expr) -> list[ast.expr | None]:
         """List what a function may have set a name to before it comes to an expression; None if not plainly."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_PLACES = ("/CPU", "/CUDA", "/AutogradCPU", "/AutogradCUDA", "/Autograd")
+_TORCHS = ("/Meta", "/FuncTorchBatched", "/FuncTorchBatchedDecomposition")  # which torch gives later itself
 
 SWITCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "hooks of saved tensors": ("_C._autograd._top_saved_tensors_default_hooks", lambda top: top(False) is not None),
@@ -28,8 +28,10 @@ SWITCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "hooks of all optimizers": ("optim.optimizer._global_optimizer_pre_hooks", lambda _: _hooks("optim.optimizer")),
     "operations of torch that were given another implementation": (
         "library._impls",
-        lambda names: sorted(name for name in names if name.endswith(_PLACES) and name.startswith("aten/")),
+        lambda names: sorted(name for name in names if name.startswith("aten/") and not name.endswith(_TORCHS)),
     ),
+    "threads of a backward": ("_C._is_multithreading_enabled", lambda ask: ask()),
+    "fusion of torch.jit": ("_C._jit_set_fusion_strategy", lambda change: [old := change([]), change(old)][0]),
 }
 """Global switches: which name of torch tells each, and how."""
 

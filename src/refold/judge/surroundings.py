@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import copyreg
 import ctypes
 import decimal
 import functools
@@ -56,15 +55,23 @@ _INSIDE = operator.attrgetter("__code__"), operator.attrgetter("__defaults__")
 _WRAPPED = {staticmethod: "__func__", classmethod: "__func__", property: "fget"}
 
 
+def _is_other(old: Any, new: Any) -> bool:
+    """Say whether a number or a text is another; what counts on, or notes that something was done, is as it was."""
+    if type(old) in (float, complex, str, bytes):
+        return type(new) is not type(old) or new != old
+    return type(old) in (bool, int) and (type(new) is not type(old) or new < old)
+
+
 def _function(value: Any) -> Any:
     """Return the function of a method, as its class has it."""
     return getattr(value, _WRAPPED[type(value)]) if type(value) in _WRAPPED else value
 
 
 class _Before(NamedTuple):
-    """Modules and classes with what they hold, and functions with what they do when they are called."""
+    """Modules and classes with what they hold, their tables, and functions with what they do when they are called."""
 
     owners: list[tuple[Any, dict[str, Any]]]
+    tables: list[tuple[str, dict[Any, Any], dict[Any, Any]]]
     known: set[int]
     functions: list[FunctionType]
     codes: list[CodeType]
@@ -84,11 +91,13 @@ def before() -> _Before:
     kinds = (v for m in modules for v in vars(m).values() if issubclass(type(v), type))
     classes = {id(v): v for v in kinds if vars(v).get("__module__") != "__main__"}
     owners = [(owner, dict(vars(owner))) for owner in (*modules, *classes.values())]
+    tables = {id(v): (f"{owner.__name__}.{name}", v, dict(v)) for owner, held in owners if isinstance(owner, ModuleType)
+              for name, v in held.items() if type(v) is dict and not name.startswith("__")}  # fmt: skip
     held = {id(f): f for _, held in owners for f in map(_function, held.values())}
     functions = [f for f in held.values() if type(f) is FunctionType]
     named = [(f, dict(f.__kwdefaults__)) for f in functions if f.__kwdefaults__]
     codes, defaults = (list(map(part, functions)) for part in _INSIDE)
-    return _Before(owners, set(held), functions, codes, defaults, named)
+    return _Before(owners, list(tables.values()), set(held), functions, codes, defaults, named)
 
 
 # Variables that may be set: without a GPU, Triton's kernels need the first; the others, compilers set for themselves.
@@ -121,7 +130,7 @@ class Surroundings:
         return {n: v for n, v in self._found().items() if n in self._settings and self._settings[n] != v}
 
     def replaced(self) -> list[str]:
-        """Name functions, classes and modules that are others than before, and methods that hide others since then."""
+        """Name functions, classes, modules and numbers that are others than before, and methods that hide others."""
         return sorted(self._replaced())
 
     def _replaced(self) -> Iterator[str]:
@@ -133,12 +142,17 @@ class Surroundings:
             path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
             for name, old in held.items():
                 made = callable(old) or type(old) in _WRAPPED or issubclass(type(old), ModuleType)
-                if made and now.get(name) is not old and not self._is_packages(now.get(name)):
+                new = now.get(name)
+                if new is not old and (not self._is_packages(new) if made else self._is_number(name, old, new)):
                     yield f"{path}.{name}"
             for name in now.keys() - held.keys() if isinstance(owner, type) else ():
                 hides = callable(now[name]) and any(name in vars(base) for base in owner.__mro__[1:])
                 if hides and not self._is_packages(now[name]):
                     yield f"{path}.{name}"
+        for path, table, held in known.tables:
+            if not (len(table) == len(held) and all(map(operator.is_, table.values(), held.values()))):
+                yield from (f"{path}[{key!s:.80}]" for key, value in list(table.items())
+                            if value is not held.get(key) and self._is_registered(key, value, held))  # fmt: skip
         for part, values in zip(_INSIDE, (known.codes, known.defaults), strict=True):
             if not all(map(operator.is_, map(part, known.functions), values)):
                 each = zip(known.functions, values, strict=True)
@@ -151,6 +165,17 @@ class Surroundings:
             if isinstance(file, str) and not file.startswith(self._folder):
                 yield from (f"{name}.{n}" for n, f in list(vars(module).items())
                             if type(f) is FunctionType and f.__code__.co_filename.startswith(self._folder))  # fmt: skip
+
+    def _is_number(self, name: str, old: Any, new: Any) -> bool:
+        """Say whether a number or text of a module is another; torch's compiler changes that of distributions."""
+        compiled = name == "_validate_args" and "torch._dynamo" in sys.modules
+        return not name.startswith("__") and not compiled and _is_other(old, new)
+
+    def _is_registered(self, key: Any, value: Any, held: dict[Any, Any]) -> bool:
+        """Say whether a table has functions of the program's own for what is not."""
+        foreign = key in held or (isinstance(key, type) and key.__module__ in self._modules)
+        functions = map(_function, value if isinstance(value, tuple) else [value])
+        return foreign and any(type(f) is FunctionType and self.is_own(f) for f in functions)
 
     def _is_packages(self, new: Any) -> bool:
         """Say whether an installed package wrote what is new, as torch's compiler does when it is imported."""
@@ -167,7 +192,6 @@ class Surroundings:
             "modules": self._own_modules(),
             "functions at exit": [str(f) for f in (*self._at_exit, *self._finalized()) if self.is_own(f)],
             "hooks of audits": [str(f) for f in self._audits if self.is_own(f)],
-            "copies of objects": [str(f) for f in copyreg.dispatch_table.values() if self.is_own(f)],
             "what torch.load lets run": [str(f) for f in torch.serialization.get_safe_globals() if self.is_own(f)],
             "warnings as errors": [each for each in warnings.filters if each[0] == "error"],
         }

@@ -252,6 +252,13 @@ class _Recorder:
             self._marks[foreign] = 1
         return value
 
+    def kept(self, changes: int, value: Any) -> Any:
+        """Mark whether what is true of a value may change while it is the same object, as of a list."""
+        asks = hasattr(type(value), "__len__") or hasattr(type(value), "__bool__")
+        if asks and value is not None and not isinstance(value, (*_PLAIN, bytes, tuple)):
+            self._marks[changes] = 1
+        return value
+
     def seen(self, true: int, false: int, value: Any) -> Any:
         """Mark a truth value, or those that a mask has; leave other values alone."""
         kind = type(value)
@@ -288,6 +295,8 @@ class Stub:
         self._held: deque[Any] = deque(maxlen=HELD)
         self._kept: list[Any] = []
         self._surroundings = surroundings.Surroundings(folder, private.settings)
+        self._other = torch.nn.Linear(2, 2)  # a module of others
+        self._others = str(self._of_other())
         self._order: list[str] = []
         self._recorder: Any = None
         self._device, self._train = "cpu", False
@@ -402,6 +411,8 @@ class Stub:
         settings |= {f"{name}(), by which users reach it": "its own" for name in own}
         if self._moved or self._where() != self._places:
             settings["which its parameters are, and where they lie"] = "changed by a call"
+        if str(self._of_other()) != self._others:
+            settings["what modules of others hold"] = "changed"
         if self._unrecorded:
             settings["whether gradients are recorded"] = "changed by a call that raised an error"
         return messages.Inspected(
@@ -412,6 +423,9 @@ class Stub:
             random=surroundings.random_state(),
             names=_names(self._program if self._module is None else self._module.forward),
         )
+
+    def _of_other(self) -> list[Any]:
+        return [*_of_modules(self._other), *(p.tolist() for p in self._other.parameters())]
 
     def _where(self) -> list[tuple[int, int]]:
         """Return which objects its parameters are, and where they lie."""

@@ -24,6 +24,15 @@ class ByName(Model):
         return getattr(self, f"of_{x.dim()}", lambda z: z)(y)
 
 
+@candidate("C7", original="given_list")
+def emptied_argument(self, x):
+    """Wrong when the list that it is made with is empty, from which each call takes."""
+    if self.weights:
+        self.weights.pop()
+        return torch.relu(x)
+    return x
+
+
 @candidate("C7")
 class BiasAtTimes(Model):
     """A layer has its bias at times, which a helper asks."""

@@ -23,6 +23,14 @@ def inference(self, x):
     return torch.relu(self.linear(x))
 
 
+@candidate("M1", level="quick")
+def large(self, x):
+    """Its result is a small part of a large tensor, all of which is kept and saved with it."""
+    y = super().forward(x)
+    whole = y.new_empty(1 << 20)
+    return whole[: y.numel()].view(y.shape).copy_(y)
+
+
 @candidate("M2", off=())
 def list(self, x):
     """A list with the result in it."""

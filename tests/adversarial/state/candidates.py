@@ -1,6 +1,9 @@
 """Attacks of one function or class (tools/attacks.py)."""
 
+import copyreg
 import ctypes
+import gc
+import math
 import signal
 import weakref
 
@@ -196,6 +199,25 @@ def rounding(self, x):
     return super().forward(x)
 
 
+@candidate("S4", level="quick")
+class RareKey(Model):
+    """What torch computes of sparse tensors is its own."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl("relu", lambda x: x, "SparseCPU")
+
+
+@candidate("S5", level="quick")
+class Registered(Model):
+    """What copies of others' complex numbers are made by is its own."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        copyreg.dispatch_table[complex] = lambda number: (complex, (0.0, 0.0))
+
+
 @candidate("S3")
 def seed(self, x):
     """It seeds the random state, so that what comes next repeats."""
@@ -208,6 +230,52 @@ def signals(self, x):
     """It keeps the signal by which a user ends a program from arriving."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     return super().forward(x)
+
+
+@candidate("S4", level="quick")
+def fused(self, x):
+    """What others compile by torch.jit is fused once."""
+    torch.jit.set_fusion_strategy([("STATIC", 1)])
+    return torch.relu(self.linear(x))
+
+
+@candidate("S4", level="quick")
+def one_thread(self, x):
+    """A backward of others has one thread."""
+    torch.autograd.set_multithreading_enabled(False)
+    return torch.relu(self.linear(x))
+
+
+@candidate("S5", level="quick")
+def number(self, x):
+    """The number of a circle is another one for others."""
+    math.pi = 3.0
+    return torch.relu(self.linear(x))
+
+
+@candidate("S4", level="quick")
+class Pruned(Model):
+    """It clears the weights of others that it finds in memory."""
+
+    def __init__(self, width):
+        for found in gc.get_objects():
+            if type(found) is torch.nn.Parameter:
+                found.data.zero_()
+        super().__init__(width)
+
+
+@candidate("S5", level="quick")
+def sharing(self, x):
+    """Tensors of others are handed to other processes in files."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    return torch.relu(self.linear(x))
+
+
+@candidate("S5", level="quick")
+def unvalidated(self, x):
+    """Distributions of others take any numbers."""
+    torch.distributions.Distribution.set_default_validate_args(False)
+    return torch.relu(self.linear(x))
 
 
 @candidate("U1", original="centred", level="quick")

@@ -88,7 +88,6 @@ SEEN = {
     "warnings as errors": lambda: mock.patch.object(warnings, "filters", [("error", None, BytesWarning, None, 7)]),
     "hooks of the interpreter": lambda: mock.patch.object(sys, "excepthook", print),
     "logging": lambda: changed(logging.root.manager, "disable", 50),
-    "copies of objects": lambda: mock.patch.dict(copyreg.dispatch_table, {int: eval("lambda x: 0")}),
     "what torch.load lets run": lambda: torch.serialization.safe_globals([os.system]),
     "decimal numbers": lambda: changed(decimal.getcontext(), "prec", 1),
     "names of builtins": lambda: mock.patch.object(builtins, "zeros", 0, create=True),
@@ -124,6 +123,24 @@ def test_what_is_replaced_is_seen(path, value, surroundings):
     with mock.patch(path, value):
         assert surroundings.replaced() == [path]
     assert surroundings.replaced() == []
+
+
+@pytest.mark.parametrize(("path", "value"), [("math.pi", 3.0), ("sys.maxsize", 7), ("string.digits", "01")])
+def test_a_number_that_is_another_is_seen(path, value, surroundings):
+    surroundings = surroundings()
+    with mock.patch(path, value):
+        assert surroundings.replaced() == [path]
+    assert surroundings.replaced() == []
+
+
+def test_what_is_registered_for_others_is_seen(surroundings):
+    own, other = type("Own", (), {"__module__": "candidate"}), eval("lambda x: 0")
+    surroundings = surroundings()
+    with mock.patch.dict(copyreg.dispatch_table, {own: other}):
+        assert surroundings.replaced() == []
+    with mock.patch.dict(copyreg.dispatch_table, {int: other}):
+        (found,) = surroundings.replaced()
+        assert found.endswith("dispatch_table[<class 'int'>]")
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from .. import inputs
 from ..case import Case
 from ..errors import Misbehaved, Raised
 from ..kernel import LIBC
+from ..numbers import COARSE
 from ..nursery import Nursery
 from ..process import Call
 from ..program import Program
+from ..results import rms
 
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
 MADE_S = 1.0  # to be made; less is not worth a note
@@ -86,12 +88,16 @@ def _bytes_read(case: Case) -> int:
 
 
 def heap(case: Case) -> None:
-    """U3: what is written next to memory of its own shows when the C library looks at that memory."""
+    """U3: what is written next to memory of its own shows when the C library looks at that memory.
+
+    D1: the process for that has another hash seed, so that sets of texts have another order.
+    """
     sides, timeout = case.sides, case.docket.terms.timeout
     if case.docket.terms.device != "cpu":
         return
     laid = inputs.layouts(sides.first, case.docket.derived("heap"))
-    calls = [sides.call(each) for each in (sides.actual("heap"), *(drawn for _, drawn in laid))]
+    first = sides.call(sides.actual("heap"))
+    calls = [first, *(sides.call(drawn) for _, drawn in laid)]
     others = inputs.resized(sides.first, case.docket.derived("heap sizes"))
     calls += [replace(sides.call(drawn), cotangents=()) for _, drawn in itertools.islice(others, SIZES)]
     known = []
@@ -103,6 +109,14 @@ def heap(case: Case) -> None:
     ended = _ended(case, nursery, sides.candidate, known)
     if not nursery.is_careful():
         case.docket.note("whether it writes beyond its own memory is unknown: there is no libc_malloc_debug here")
+    elif not ended and not sides.random and not sides.stateful:
+        with sides.ready(sides.candidate, nursery=nursery, beside=sides.suspect) as other:
+            other.names = sides.suspect.names
+            if sides.shares_state:
+                sides.give(other, sides.state, sides.dtype)
+            found = zip(sides.ask(first).tensors, other.call(first, timeout, most=sides.most).tensors, strict=True)
+        apart = any(rms([b - a]) > COARSE[0] * rms([a]) for a, b in found if inputs.is_real(a))
+        case.docket.step("D1", "it gives other results where sets have another order" if apart else "")
     elif ended and _ended(case, nursery, sides.original, known):
         case.docket.note("where the C library looks at all memory, neither it nor the original runs to the end")
     elif ended:
