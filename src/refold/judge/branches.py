@@ -203,6 +203,14 @@ def _no(_: Marks) -> str:
     return ""
 
 
+def _held(node: ast.expr) -> set[str]:
+    """Name the values of which a condition asks more than whether they are None."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+        return set()
+    inner = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+    return {ast.unparse(n) for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute)) and id(n) not in inner}
+
+
 class _Marker(ast.NodeTransformer):
     """Puts marks into a tree."""
 
@@ -265,18 +273,13 @@ class _Marker(ast.NodeTransformer):
         why = self._facts.excuse(node, self._function, self._owner)
         parts = [n for each in self._facts.asked(node, self._function, self._owner) for n in ast.walk(each)]
         own = {ast.unparse(n.value) for n in parts if isinstance(n, ast.Attribute) and n.attr in PLACES}
-        held: set[str] = set()
-        if why == MADE and not (isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot))):
-            inner = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-            each = (n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute)) and id(n) not in inner)
-            held = set(map(ast.unparse, each))
-            for name in held - self._held.keys():
-                self._held[name] = self._site([node], ("",), _no, value=True).places[0]
+        held = _held(node) if why == MADE else set()
+        self._held |= {n: self._site([node], ("",), _no, value=True).places[0] for n in held - self._held.keys()}
 
         def excuse(marks: Marks) -> str:
             asked = own if own or not isinstance(node, ast.Call) else self._foreign  # by a function of one line
-            changes = any(self._held[name] in marks for name in held)
-            return "" if changes or any(self._foreign.get(name) in marks for name in asked) else why
+            asks = [*map(self._held.get, held), *map(self._foreign.get, asked)]
+            return "" if any(place in marks for place in asks) else why
 
         return why, excuse
 
@@ -323,8 +326,7 @@ class _Marker(ast.NodeTransformer):
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             new, inner = self._test(node.operand, alone, free)
             return ast.copy_location(ast.UnaryOp(node.op, new), node), lambda wanted, marks: inner(not wanted, marks)
-        why, excused = self._excuse(node)
-        new = self._plain(node)
+        (why, excused), new = self._excuse(node), self._plain(node)
         if free or (alone and not why):
             return new, lambda wanted, marks: ""
         site = self._site([node], _VALUE, excused, value=True)
@@ -364,8 +366,7 @@ class _Marker(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load):
             return self.generic_visit(node)
         self._mention(node.attr)
-        name = ast.unparse(node)
-        return self._value(node, lambda node: self._kept(name, self._asked(node)))
+        return self._value(node, lambda node: self._kept(ast.unparse(node), self._asked(node)))
 
     def visit_Name(self, node: ast.Name) -> Any:
         if not isinstance(node.ctx, ast.Load):
@@ -401,8 +402,7 @@ class _Marker(ast.NodeTransformer):
         return node
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
-        node.args = self.visit(node.args)
-        function, self._function = self._function, None
+        node.args, function, self._function = self.visit(node.args), self._function, None
         node.body = self._arm(node.body)
         self._function = function
         return node
