@@ -43,7 +43,7 @@ from .rows import Row
 PASSES = ("forward", "training")
 WAYS = ("states", "all-to-all")
 CALLS = 16
-"""Calls of an operator in a row; the host does not wait between them, as between the layers of a model."""
+"""Calls of an operator in a row on a GPU; the host does not wait between them, as between the layers of a model."""
 
 
 class Task(NamedTuple):
@@ -177,9 +177,10 @@ def _measure(case: Task, group: Any, device: torch.device, repeats: int) -> Row:
     torch.manual_seed(dist.get_rank())
     cut = None if case.ranks == 1 else Cut(group, (case.tokens,) * case.ranks)
     run = _model(case, cut, device.type) if case.layers else _operator(case, cut)
-    times = _seconds(run, repeats, 1 if case.layers else CALLS, device)
+    calls = 1 if case.layers or device.type == "cpu" else CALLS
+    times = _seconds(run, repeats, calls, device)
     found: Row = {"median_s": times[len(times) // 2], "min_s": times[0], "n": len(times)}
-    if not case.layers:
+    if calls > 1:
         found["alone_s"] = _seconds(run, repeats, 1, device)[repeats // 2]
     if case.ranks > 1:
         found["sent_bytes"] = _sent(run)
