@@ -232,23 +232,10 @@ def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Itera
 def _narrowed(
     build: Builder, root: Node, y: Node, wanted: Callable[[str], bool], detail: str, tokens: int
 ) -> Rewrite | None:
-    """Replace the 16-bit value that a widened scan becomes, with a scan in 16 bits; None if it is not of that kind."""
-    found = narrow_after(root, y, build.added, wanted)
-    if found is None:
-        return None
-    return replace_node(
-        found.end,
-        found.new,
-        inside=found.inside,
-        added=found.added,
-        name="fuse chunked scan",
+    return narrow_after(
+        root, y, build.added, wanted, name="fuse chunked scan", detail=detail, terms=tokens,
         why="decays and products of each chunk are written out and read again, widened to float32",
-        detail=f"{detail} in {str(value(found.end).dtype).removeprefix('torch.')}",
-        multilinear=False,
-        terms=tokens,
-        spread=0.1,
-        rounds_more=True,
-    )
+    )  # fmt: skip
 
 
 def _size(label: Sequence[Axis]) -> int:

@@ -15,7 +15,7 @@ from operator import getitem
 from torch.fx import Graph, Node
 
 from ..ir.fx import concrete, is_made, is_training, known, value
-from ..ir.rewrite import Rewrite, replace_node
+from ..ir.rewrite import Rewrite
 from ..recurrence.narrowing import NARROWED, narrow_after
 
 
@@ -32,21 +32,9 @@ def narrow_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
 
 
 def _narrowed(scan: Node, y: Node, wanted: Callable[[str], bool]) -> Rewrite | None:
-    found = narrow_after(y, y, (), wanted)
-    if found is None:
-        return None
     tokens = known(value(y).shape[1])
     many = f"{tokens} tokens" if isinstance(tokens, int) else "any number of tokens"
-    return replace_node(
-        found.end,
-        found.new,
-        inside=found.inside,
-        added=found.added,
-        name="narrow scan",
-        why="what is read and written was widened to float32",
-        detail=f"{many} in one {NARROWED[scan.target].name} in {str(value(found.end).dtype).removeprefix('torch.')}",
-        multilinear=False,
-        terms=concrete(tokens),
-        spread=0.1,
-        rounds_more=True,
-    )
+    return narrow_after(
+        y, y, (), wanted, name="narrow scan", why="what is read and written was widened to float32",
+        detail=f"{many} in one {NARROWED[scan.target].name}", terms=concrete(tokens),
+    )  # fmt: skip

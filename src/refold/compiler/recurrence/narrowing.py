@@ -12,7 +12,6 @@ Shapes are those of the region, and stay; dtypes change.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -25,6 +24,7 @@ from ...ops.torch.registry import RUNNERS, Operation
 from ..ir.builder import Builder, is_constant
 from ..ir.fx import HALF, arg, is_tensor, value
 from ..ir.index import index
+from ..ir.rewrite import Rewrite, replace_node
 from ..ir.symbols import resolve
 
 aten = torch.ops.aten
@@ -70,31 +70,21 @@ def region(root: Node) -> set[Node] | None:
     return found
 
 
-@dataclass
-class Narrowed:
-    """A 16-bit value that was computed anew.
-
-    Attributes:
-        end: The value.
-        new: What takes its place.
-        inside: The `region` of the value.
-        added: The nodes that compute ``new``.
-    """
-
-    end: Node
-    new: Node
-    inside: set[Node]
-    added: list[Node]
-
-
-def narrow_after(old: Node, new: Node, made: Collection[Node], wanted: Callable[[str], bool]) -> Narrowed | None:
-    """Compute the 16-bit value that a widened scan becomes anew, with a scan in 16 bits; None if there is none.
+def narrow_after(
+    old: Node, new: Node, made: Collection[Node], wanted: Callable[[str], bool], *, name: str, why: str, detail: str,
+    terms: int,
+) -> Rewrite | None:  # fmt: skip
+    """Replace the 16-bit value that a widened scan becomes, with a scan in 16 bits; None if there is none.
 
     Args:
         old: What the scan gave.
         new: The same by an operator in float32; it may be ``old``.
         made: The nodes that compute ``new``.
         wanted: Which values may be replaced.
+        name: As of `Rewrite`, likewise why, detail, to which the dtype is added, and terms.
+        why: See name.
+        detail: See name.
+        terms: See name.
     """
     end = narrowed_later(old)
     inside = None if end is None or not wanted(end.name) else region(end)
@@ -105,7 +95,11 @@ def narrow_after(old: Node, new: Node, made: Collection[Node], wanted: Callable[
     if found is None:
         build.undo()
         return None
-    return Narrowed(end, found, inside, build.added)
+    detail = f"{detail} in {str(value(end).dtype).removeprefix('torch.')}"
+    return replace_node(
+        end, found, inside=inside, added=build.added, name=name, why=why, detail=detail, multilinear=False, terms=terms,
+        spread=0.1, rounds_more=True,
+    )  # fmt: skip
 
 
 def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node) -> Node | None:
