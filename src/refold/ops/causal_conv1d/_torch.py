@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refold.ops.causal_conv1d.spec import SPEC, STEP
 from refold.ops.torch.chunks import read_offsets
 from refold.ops.torch.pointwise import accumulator
+from refold.ops.torch.short import short_backward, short_scan
 
 
 def causal_conv1d(
@@ -58,32 +60,8 @@ def causal_conv1d_backward(
     return grads
 
 
-def causal_conv1d_step(
-    *, x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """Compute `refold.ops.causal_conv1d_step`: a short convolution."""
-    one = x.ndim == 2
-    y, window = causal_conv1d(
-        x=x[:, None] if one else x, weight=weight, bias=bias, initial_state=state, cu_seqlens=None,
-        activation=activation,
-    )  # fmt: skip
-    return y[:, 0] if one else y, window.to(state.dtype)
-
-
-def causal_conv1d_step_backward(
-    *, dy: Tensor | None, dstate: Tensor | None, needs: frozenset[str], x: Tensor, weight: Tensor, state: Tensor,
-    bias: Tensor | None, activation: str | None,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return the gradients of a step: those of a convolution as long."""
-    one = x.ndim == 2
-    grads = causal_conv1d_backward(
-        dy=dy[:, None] if one and dy is not None else dy, dstate=dstate, needs=needs, x=x[:, None] if one else x,
-        weight=weight, bias=bias, initial_state=state, cu_seqlens=None, activation=activation,
-    )  # fmt: skip
-    grads["state"] = grads.pop("initial_state")
-    if one:
-        grads["x"] = grads["x"][:, 0]
-    return grads
+causal_conv1d_step = short_scan(SPEC, STEP, causal_conv1d)
+causal_conv1d_step_backward = short_backward(SPEC, STEP, causal_conv1d_backward)
 
 
 class _Windows:

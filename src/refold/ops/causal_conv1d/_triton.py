@@ -14,6 +14,7 @@ from refold.ops.spec import Meta
 from refold.ops.torch.launch import INTERPRETED, Launch, current_stream, last_contiguous, planned, refusal
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
+from refold.ops.torch.step_plans import planned_steps
 from refold.ops.torch.tables import device_limits
 from refold.ops.triton.math import sigmoid, silu
 
@@ -484,7 +485,7 @@ def _plan_step(
     batch, channels, _ = state.shape
     width = weight.shape[1]
     one = x.dim() == 2
-    consts = {
+    consts: dict[str, Any] = {
         "WIDTH": width, "BLOCK_W": triton.next_power_of_2(max(1, width - 1)), "BLOCK_D": 256,
         "SILU": activation == "silu",
     }  # fmt: skip
@@ -500,26 +501,6 @@ def _plan_step(
     return run
 
 
-_step_layouts: dict[str, Any] = {
-    "x": last_contiguous, "weight": contiguous, "state": contiguous, "bias": contiguous
-}  # fmt: skip
-
-
-@planned(STEP, **_step_layouts)
-def causal_conv1d_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Plan `refold.ops.causal_conv1d_step`."""
-    step = _plan_step(**arguments)
-    fresh_state = fresh_like(arguments["state"])
-
-    def run(x, weight, state, bias):
-        new_state = fresh_state()
-        return step(x, weight, state, bias, new_state), new_state
-
-    return run
-
-
-@planned(STEP, **_step_layouts)
-def causal_conv1d_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
-    """Plan `refold.ops.causal_conv1d_step_`: the window, contiguous, is overwritten and the outputs are returned."""
-    step = _plan_step(**arguments)
-    return lambda x, weight, state, bias: step(x, weight, state, bias, state)
+causal_conv1d_step, causal_conv1d_step_, _ = planned_steps(
+    STEP, _plan_step, x=last_contiguous, weight=contiguous, bias=contiguous
+)

@@ -19,6 +19,7 @@ from refold.ops.jax.layout import (
     accumulator,
     is_known,
     line,
+    over_time,
     pack_chunks,
     pad_time,
     product,
@@ -68,20 +69,11 @@ def delta_rule_step(
     normalize: bool = False, lower_bound: float | None = None, beta_limit: float | None = None, erase: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.delta_rule_step` on JAX arrays: a true step, or a short run of them."""
-    options = {"scale": scale, "normalize": normalize, "lower_bound": lower_bound, "beta_limit": beta_limit}
     if v.ndim == 4:
-
-        def body(state: Array, inputs: Any) -> tuple[Array, Array]:
-            q, k, v, g, beta, r = inputs
-            y, state = delta_rule_step(
-                q, k, v, state, g=g, beta=beta, r=r, A_log=A_log, dt_bias=dt_bias, erase=erase, **options
-            )
-            return state, y
-
-        time_first = [None if a is None else jnp.moveaxis(a, 1, 0) for a in (q, k, v, g, beta, r)]
-        state = vary_like(state, q, k, v, g, beta, r, A_log, dt_bias)
-        state, y = jax.lax.scan(body, state, tuple(time_first))
-        return jnp.moveaxis(y, 0, 1), state
+        tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "r": r}
+        options = {"scale": scale, "normalize": normalize, "lower_bound": lower_bound, "beta_limit": beta_limit}
+        step = partial(delta_rule_step, A_log=A_log, dt_bias=dt_bias, erase=erase, **options)
+        return over_time(step, vary_like(state, *tokens.values(), A_log, dt_bias), tokens)
 
     acc, nheads, dkey = accumulator(v.dtype), v.shape[1], q.shape[2]
     q, k = (normalized(a, acc) if normalize else a.astype(acc) for a in (q, k))

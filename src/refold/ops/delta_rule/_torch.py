@@ -39,9 +39,11 @@ from refold.ops.delta_rule._prologue import (
     strength_gradient,
 )
 from refold.ops.delta_rule.nonfinite import Bad, spoiled_gradients, spoiled_results
+from refold.ops.delta_rule.spec import SPEC, STEP
 from refold.ops.lines import Line
 from refold.ops.torch.chunks import Chunks, line
 from refold.ops.torch.pointwise import accumulator, carefully_if_needed, wide, zeros_for_bad
+from refold.ops.torch.short import short_backward, short_scan
 
 CHUNK_SIZE = 64
 BLOCK_ELEMENTS = 1 << 19
@@ -160,20 +162,15 @@ def fading(
     return torch.where(falls, log, 0.0)
 
 
-def delta_rule_step(
-    *, q: Tensor, k: Tensor, v: Tensor, state: Tensor, g: Tensor | None, beta: Tensor | None, r: Tensor | None,
-    A_log: Tensor | None, dt_bias: Tensor | None, **options: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+_few_tokens = short_scan(SPEC, STEP, delta_rule)
+
+
+def delta_rule_step(*, v: Tensor, state: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     """Compute `refold.ops.delta_rule_step`: a few tokens are a chunk, one is the recurrence as it is written."""
     if v.ndim == 4:
-        y, new = delta_rule(
-            q=q, k=k, v=v, g=g, beta=beta, r=r, A_log=A_log, dt_bias=dt_bias, initial_state=state, cu_seqlens=None,
-            chunk_size=v.shape[1], **options,
-        )  # fmt: skip
-        return y, new.to(state.dtype)
+        return _few_tokens(v=v, state=state, **arguments)
     new = state.to(accumulator(v.dtype), copy=True)
-    y = _one_token(q, k, v, new, g, beta, r, A_log, dt_bias, **options)
-    return y, new.to(state.dtype).contiguous()
+    return _one_token(v=v, state=new, **arguments), new.to(state.dtype).contiguous()
 
 
 def delta_rule_step_(*, state: Tensor, **arguments: Any) -> Tensor:
@@ -208,19 +205,7 @@ def _one_token(
     return y.flatten(1, 2).to(v.dtype)
 
 
-def delta_rule_step_backward(
-    *, dy: Tensor | None, dstate: Tensor | None, needs: frozenset[str], state: Tensor, **arguments: Any
-) -> dict[str, Tensor]:
-    """Compute the gradients of a step: those of a scan as long."""
-    one = arguments["v"].ndim == 3
-    timed = {"q", "k", "v", "g", "beta", "r"} if one else set()
-    given = {n: a[:, None] if n in timed and a is not None else a for n, a in arguments.items()}
-    grads = delta_rule_backward(
-        dy=dy[:, None] if one and dy is not None else dy, dstate=dstate, needs=needs, initial_state=state,
-        cu_seqlens=None, chunk_size=given["v"].shape[1], **given,
-    )  # fmt: skip
-    grads["state"] = grads.pop("initial_state")
-    return {name: grad[:, 0] if name in timed else grad for name, grad in grads.items()}
+delta_rule_step_backward = short_backward(SPEC, STEP, delta_rule_backward)
 
 
 def _scan(

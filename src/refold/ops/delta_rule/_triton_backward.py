@@ -20,6 +20,7 @@ from refold.ops.delta_rule._triton_forward import (
     ChunkPlan,
     bias_strides,
     gate_kind,
+    gate_strides,
     in_gluon,
     keyed_view,
     precisions,
@@ -131,10 +132,9 @@ class Gates:
             {"BLOCK_T": block_t, "BLOCK_N": block_n, "SLICES": slices, "GATE": gate, "BETA": strength},
             {"num_warps": 4},
         )  # fmt: skip
-        g_strides = (*strides(g, 3), g.stride(3) if nkeys > 1 else 0) if g is not None else (0,) * 4
         self.ints = (
-            batch * seqlen, seqlen, nheads, nkeys, float(lower_bound or 0.0), float(beta_limit or 0.0), *g_strides,
-            *bias_strides(dt_bias), *strides(beta, 3),
+            batch * seqlen, seqlen, nheads, nkeys, float(lower_bound or 0.0), float(beta_limit or 0.0),
+            *gate_strides(g, nkeys > 1), *bias_strides(dt_bias), *strides(beta, 3),
         )  # fmt: skip
         shaped = g is not None and (gate != "log" or dt_bias is not None)
         self.made = (
@@ -200,7 +200,7 @@ class Backward:
         self.scale = nkeys**-0.5 if scale is None else scale
         self.lower, self.gate = float(lower_bound or 0.0), gate_kind(A_log, lower_bound)
         self._plan_pairs(config, q, k, v, tiles, dy, normalize, erase)
-        self.strides += (*strides(g, 4 if chunks.keyed else 3), *(() if chunks.keyed else (0,)), *bias_strides(dt_bias))
+        self.strides += (*gate_strides(g, chunks.keyed), *bias_strides(dt_bias))
         self.new_dg = fresh((batch, seqlen, nheads, nkeys if chunks.keyed else 1), torch.float32, v.device)
         self.new_states = fresh((2, cells * nvalues, nkeys), v.dtype, v.device)
         self.new_values = fresh((2, cells * chunk, nvalues), v.dtype, v.device)

@@ -32,7 +32,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.delta_rule._triton_kernels import NEAR, diagonal, log_decay, row_norm, share, slot_span, span
+from refold.ops.delta_rule._triton_kernels import (
+    NEAR,
+    diagonal,
+    load_gates,
+    log_decay,
+    row_norm,
+    share,
+    slot_span,
+    span,
+)
 from refold.ops.triton.math import dot, exp2, softplus
 
 
@@ -305,27 +314,12 @@ def _spoiled(q, k, r, g, beta, dy, v, u, w, entering, leaving):
 
 
 @triton.jit
-def _load_gates(rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_n, stride_bias_h, stride_bias_n):
-    """Return the gates of a head, (tokens, keys), the log of its rate, and biases, (1, keys)."""
-    A = 0.0
-    bias = offs_n * 0.0
-    if A_ptr is not None:
-        A = tl.load(A_ptr + pid_h).to(tl.float32)
-    if bias_ptr is not None:
-        bias_at = bias_ptr + pid_h * stride_bias_h + offs_n * stride_bias_n
-        bias = tl.load(bias_at, mask=mask_n, other=0.0).to(tl.float32)
-    mask = inside[:, None] & mask_n[None, :]
-    g = tl.load(rows[:, None] + offs_n[None, :] * stride_n, mask=mask, other=0.0)
-    return g.to(tl.float32), A, bias[None, :]
-
-
-@triton.jit
 def _bad_decays(
     rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_n, stride_bias_h, stride_bias_n, lower,
     GATE: tl.constexpr,
 ):  # fmt: skip
     """1 where a log decay is not finite; one of -inf is a decay of zero."""
-    g, A, bias = _load_gates(rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_n, stride_bias_h,
+    g, A, bias = load_gates(rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_n, stride_bias_h,
                              stride_bias_n)  # fmt: skip
     mask = inside[:, None] & mask_n[None, :]
     return tl.where(mask, tl.where(log_decay(g, A, bias, lower, GATE) < float("inf"), 0, 1), 0)
@@ -871,7 +865,7 @@ def _delta_bwd_gates_kernel(
         mask_n = offs_n < nkeys
         mask = inside[:, None] & mask_n[None, :]
         rows = g_ptr + row * stride_g_b + time * stride_g_t + head * stride_g_h
-        g, A, bias = _load_gates(rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_g_n, stride_bias_h,
+        g, A, bias = load_gates(rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_g_n, stride_bias_h,
                                  stride_bias_n)  # fmt: skip
         g += bias
         at = cell[:, None] * nkeys + offs_n[None, :]

@@ -24,7 +24,8 @@ from refold.ops.torch.launch import (
     same_dtype,
 )
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
-from refold.ops.torch.slots import Places, in_slots, on_slots
+from refold.ops.torch.slots import Places
+from refold.ops.torch.step_plans import planned_steps
 from refold.ops.torch.tables import device_limits, lookup
 
 MAX_KEYS = 256
@@ -105,6 +106,11 @@ def keyed_view(hopper: Any, cells: int, nkeys: int, width: int, bits: int = 16) 
 def strides(tensor: torch.Tensor | None, axes: int) -> tuple[int, ...]:
     """Return the strides of the first axes; zeros if there is no tensor."""
     return (0,) * axes if tensor is None else tensor.stride()[:axes]
+
+
+def gate_strides(g: torch.Tensor | None, keyed: bool) -> tuple[int, ...]:
+    """Return the strides of batch, time, heads and keys of gates; that of keys is zero where they share them."""
+    return *strides(g, 3), g.stride(3) if g is not None and keyed else 0
 
 
 def bias_strides(dt_bias: torch.Tensor | None) -> tuple[int, ...]:
@@ -404,32 +410,6 @@ def _plan_step(
     return run
 
 
-_step_layouts: dict[str, Any] = {
-    "q": last_contiguous, "k": last_contiguous, "v": last_contiguous, "r": last_contiguous, "A_log": contiguous,
-}  # fmt: skip
-
-
-@planned(STEP, **_step_layouts)
-def delta_rule_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Plan `refold.ops.delta_rule_step`."""
-    fresh_state = fresh_like(arguments["state"])
-    step = _plan_step(**arguments, new_strides=fresh_state().stride())
-
-    def run(*arrays):
-        new_state = fresh_state()
-        return step(*arrays, new_state), new_state
-
-    return run
-
-
-@planned(STEP, **_step_layouts)
-def delta_rule_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
-    """Plan `refold.ops.delta_rule_step_`: the state is overwritten where it lies, and the outputs are returned."""
-    step = _plan_step(**arguments, new_strides=arguments["state"].stride())
-    return lambda q, k, v, state, *rest: step(q, k, v, state, *rest, state)
-
-
-@planned(on_slots(STEP), **_step_layouts)
-def delta_rule_step_slots(**arguments: Any) -> Callable[..., torch.Tensor]:
-    """Plan `refold.ops.delta_rule_step_` on slots (`refold.ops.torch.slots.Places`)."""
-    return in_slots(STEP, _plan_step(**arguments, new_strides=arguments["state"].stride()))
+delta_rule_step, delta_rule_step_, delta_rule_step_slots = planned_steps(
+    STEP, _plan_step, q=last_contiguous, k=last_contiguous, v=last_contiguous, r=last_contiguous, A_log=contiguous
+)  # fmt: skip

@@ -55,6 +55,28 @@ def log_decay(g, A, bias, lower, GATE: tl.constexpr):
 
 
 @triton.jit
+def gate_bias(bias_ptr, pid_h, offs_n, mask_n, stride_bias_h, stride_bias_n):
+    """Return the biases of the gates of a head, by key; zeros where there are none."""
+    bias = offs_n * 0.0
+    if bias_ptr is not None:
+        bias_at = bias_ptr + pid_h * stride_bias_h + offs_n * stride_bias_n
+        bias = tl.load(bias_at, mask=mask_n, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def load_gates(rows, A_ptr, bias_ptr, pid_h, inside, offs_n, mask_n, stride_n, stride_bias_h, stride_bias_n):
+    """Return the gates of a head, (tokens, keys), the log of its rate, and biases, (1, keys)."""
+    A = 0.0
+    if A_ptr is not None:
+        A = tl.load(A_ptr + pid_h).to(tl.float32)
+    bias = gate_bias(bias_ptr, pid_h, offs_n, mask_n, stride_bias_h, stride_bias_n)
+    mask = inside[:, None] & mask_n[None, :]
+    g = tl.load(rows[:, None] + offs_n[None, :] * stride_n, mask=mask, other=0.0)
+    return g.to(tl.float32), A, bias[None, :]
+
+
+@triton.jit
 def span(cu_seqlens_ptr, seq, seqlen, nchunks, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
     """Return row of the batch, first token, number of tokens and first slot of a sequence."""
     if VARLEN:
@@ -344,15 +366,10 @@ def _delta_decay_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < nkeys
     mask = (offs_t < length)[:, None] & mask_n[None, :]
-    A = 0.0
-    bias = offs_n * 0.0
-    if A_ptr is not None:
-        A = tl.load(A_ptr + pid_h).to(tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + pid_h * stride_bias_h + offs_n * stride_bias_n, mask=mask_n, other=0.0)
-    rows = g_ptr + batch * stride_g_b + start * stride_g_t + pid_h * stride_g_h
-    g = tl.load(rows + offs_t[:, None] * stride_g_t + offs_n[None, :] * stride_g_n, mask=mask, other=0.0)
-    g, mark = _clean(tl.where(mask, log_decay(g, A, bias.to(tl.float32)[None, :], lower, GATE), 0.0))
+    rows = g_ptr + batch * stride_g_b + (start + offs_t) * stride_g_t + pid_h * stride_g_h
+    g, A, bias = load_gates(rows, A_ptr, bias_ptr, pid_h, offs_t < length, offs_n, mask_n, stride_g_n, stride_bias_h,
+                            stride_bias_n)  # fmt: skip
+    g, mark = _clean(tl.where(mask, log_decay(g, A, bias, lower, GATE), 0.0))
     c = tl.cumsum(g.to(tl.float64) * LOG2E, axis=0)
     row = slot.to(tl.int64) * nheads + pid_h
     at = (row * CHUNK + offs_t[:, None]) * nkeys + offs_n[None, :]
@@ -697,10 +714,7 @@ def _delta_step_kernel(
         if g_ptr is not None:
             g_row = g_ptr + row * stride_g_b + t * stride_g_t + pid_h * stride_g_h
             if KEYED:
-                bias = offs_n * 0.0
-                if bias_ptr is not None:
-                    bias_at = bias_ptr + pid_h * stride_bias_h + offs_n * stride_bias_n
-                    bias = tl.load(bias_at, mask=mask_n, other=0.0).to(tl.float32)
+                bias = gate_bias(bias_ptr, pid_h, offs_n, mask_n, stride_bias_h, stride_bias_n)
                 g = tl.load(g_row + offs_n * stride_g_n, mask=mask_n, other=0.0)
                 state *= tl.exp(log_decay(g, A, bias, lower, GATE))[:, None]
             else:

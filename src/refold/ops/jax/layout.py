@@ -5,6 +5,7 @@ then needs a mask inside. There are at most ``t // l + k`` chunks, whatever the 
 ``jit``. Slots without a token have ``dt = 0``, which leaves the state unchanged.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,20 @@ def read_state(state: Array, C: Array) -> Array:
         cpu=lambda state, C: product("...pn,...n->...p", state, C),
         default=lambda state, C: jnp.sum(state * C[..., None, :], axis=-1),
     )
+
+
+def over_time(
+    step: Callable[..., tuple[Array, Array]], state: Array, tokens: dict[str, Array | None]
+) -> tuple[Array, Array]:
+    """Run a step over arrays ``(b, t, ...)``, token by token; give its outputs, ``(b, t, ...)``, and the last state."""
+
+    def body(state: Array, token: Any) -> tuple[Array, Array]:
+        y, state = step(**token, state=state)
+        return state, y
+
+    time_first = {name: None if a is None else jnp.moveaxis(a, 1, 0) for name, a in tokens.items()}
+    state, y = jax.lax.scan(body, state, time_first)
+    return jnp.moveaxis(y, 0, 1), state
 
 
 def step_sizes(dt: Array, dt_bias: Array | None, softplus: bool, limit: tuple[float, float], dtype: Any) -> Array:

@@ -19,6 +19,7 @@ from refold.ops.jax.layout import (
     accumulator,
     finite_rates,
     is_known,
+    over_time,
     pack_chunks,
     pad_time,
     read_state,
@@ -178,17 +179,9 @@ def selective_scan_step(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`refold.ops.selective_scan_step`: ``x (b, d)`` or a short run ``(b, t, d)``."""
     if x.ndim == 3:
-
-        def body(state: Array, inputs: Any) -> tuple[Array, Array]:
-            x, dt, B, C, z, decay = inputs
-            options = {"D": D, "z": z, "dt_bias": dt_bias, "decay": decay, "dt_softplus": dt_softplus}
-            y, state = selective_scan_step(x, dt, A, B, C, state, **options)
-            return state, y
-
-        time_first = [None if a is None else jnp.moveaxis(a, 1, 0) for a in (x, dt, B, C, z, decay)]
+        step = partial(selective_scan_step, A=A, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
         state = vary_like(state, x, dt, A, B, dt_bias, decay)
-        state, y = jax.lax.scan(body, state, tuple(time_first))
-        return jnp.moveaxis(y, 0, 1), state
+        return over_time(step, state, {"x": x, "dt": dt, "B": B, "C": C, "z": z, "decay": decay})
 
     acc = accumulator(x.dtype)
     d = step_sizes(dt, dt_bias, dt_softplus, (-math.inf, math.inf), acc)

@@ -18,8 +18,9 @@ from torch import Tensor
 from refold.ops.numba.blocks import share_out, spans_of, supports, zeros_or_copy
 from refold.ops.numba.kernel import kernel
 from refold.ops.numba.tiles import read_tile, tile_of, widest_vectors, write_tile
-from refold.ops.selective_scan._torch import short_scan
+from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.torch.pointwise import finish, step_size
+from refold.ops.torch.short import short_scan
 
 __all__ = ["selective_scan", "selective_scan_step", "supports"]
 
@@ -50,9 +51,7 @@ def selective_scan(
     return finish(y, wide, D, z).to(x.dtype), state.mT.to(state_dtype or torch.float32).contiguous()
 
 
-def selective_scan_step(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """Compute `refold.ops.selective_scan_step`."""
-    return short_scan(selective_scan, **arguments)
+selective_scan_step = short_scan(SPEC, STEP, selective_scan)
 
 
 @numba.njit(nogil=True, inline="always", fastmath={"contract"})

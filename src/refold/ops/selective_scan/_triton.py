@@ -14,7 +14,8 @@ from refold.ops.selective_scan.tables import FORWARD, FORWARD_LANES
 from refold.ops.spec import Meta
 from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, later, planned, refusal
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
-from refold.ops.torch.slots import Places, in_slots, on_slots
+from refold.ops.torch.slots import Places
+from refold.ops.torch.step_plans import planned_steps
 from refold.ops.torch.tables import device_limits, lookup
 
 __getattr__ = later(selective_scan_backward=f"{__package__}._triton_backward")
@@ -182,34 +183,7 @@ def _plan_step(
     return run
 
 
-_slot_layouts: dict[str, Any] = {
-    "x": last_contiguous, "dt": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous,
-    "D": contiguous, "z": last_contiguous, "dt_bias": contiguous, "decay": last_contiguous,
-}  # fmt: skip
-_step_layouts: dict[str, Any] = {**_slot_layouts, "state": contiguous}
-
-
-@planned(STEP, **_step_layouts)
-def selective_scan_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Plan `refold.ops.selective_scan_step`."""
-    step = _plan_step(**arguments)
-    fresh_state = fresh_like(arguments["state"])
-
-    def run(x, dt, A, B, C, state, D, z, dt_bias, decay):
-        new_state = fresh_state()
-        return step(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state), new_state
-
-    return run
-
-
-@planned(STEP, **_step_layouts)
-def selective_scan_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
-    """Plan `refold.ops.selective_scan_step_`: the state, contiguous, is overwritten and the outputs are returned."""
-    step = _plan_step(**arguments)
-    return lambda x, dt, A, B, C, state, D, z, dt_bias, decay: step(x, dt, A, B, C, state, D, z, dt_bias, decay, state)
-
-
-@planned(on_slots(STEP), **_slot_layouts)
-def selective_scan_step_slots(**arguments: Any) -> Callable[..., torch.Tensor]:
-    """Plan `refold.ops.selective_scan_step_` on slots (`refold.ops.torch.slots.Places`)."""
-    return in_slots(STEP, _plan_step(**arguments))
+selective_scan_step, selective_scan_step_, selective_scan_step_slots = planned_steps(
+    STEP, _plan_step, x=last_contiguous, dt=last_contiguous, A=contiguous, B=last_contiguous, C=last_contiguous,
+    D=contiguous, z=last_contiguous, dt_bias=contiguous, decay=last_contiguous,
+)  # fmt: skip

@@ -21,6 +21,7 @@ from refold.ops.jax.layout import (
     finite_rates,
     is_known,
     line,
+    over_time,
     pack_chunks,
     pad_time,
     product,
@@ -324,18 +325,9 @@ def ssd_step(
     ``state``'s dtype. The output is read from the state before it is rounded.
     """
     if x.ndim == 4:
-
-        def body(state: Array, inputs: Any) -> tuple[Array, Array]:
-            x, dt, B, C, z = inputs
-            y, state = ssd_step(
-                x, dt, A, B, C, state, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
-            )
-            return state, y
-
-        time_first = [None if a is None else jnp.moveaxis(a, 1, 0) for a in (x, dt, B, C, z)]
+        step = partial(ssd_step, A=A, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
         state = vary_like(state, x, dt, A, B, dt_bias)
-        state, y = jax.lax.scan(body, state, tuple(time_first))
-        return jnp.moveaxis(y, 0, 1), state
+        return over_time(step, state, {"x": x, "dt": dt, "B": B, "C": C, "z": z})
 
     acc = accumulator(x.dtype)
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from refold.ops.lines import Line
 from refold.ops.ssd.nonfinite import Bad, spoiled_gradients, spoiled_results
+from refold.ops.ssd.spec import SPEC, STEP
 from refold.ops.torch.chunks import Chunks, line
 from refold.ops.torch.pointwise import (
     accumulator,
@@ -41,6 +42,7 @@ from refold.ops.torch.pointwise import (
     wide,
     zeros_for_bad,
 )
+from refold.ops.torch.short import short_backward, short_scan
 
 CHUNK_SIZE = 64
 BLOCK_ELEMENTS = 1 << 19
@@ -173,15 +175,18 @@ def fading(
     return step_size(dt[:, :tokens], dt_bias, dt_softplus, dt_limit) * A
 
 
+_few_tokens = short_scan(SPEC, STEP, ssd)
+
+
 def ssd_step(
     *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `refold.ops.ssd_step`: a few tokens are a chunk, one is the recurrence as it is written."""
     if x.ndim == 4:
-        return ssd(
-            x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=state, cu_seqlens=None,
-            dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=x.shape[1], state_dtype=state.dtype,
+        return _few_tokens(
+            x=x, dt=dt, A=A, B=B, C=C, state=state, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
         )  # fmt: skip
     dtype, groups = accumulator(x.dtype), (B.shape[1], -1)
     d = step_size(wide(dt, x), dt_bias, dt_softplus, dt_limit).to(dtype)  # (b, h)
@@ -213,22 +218,7 @@ def ssd_step_(*, state: Tensor, **arguments: Any) -> Tensor:
     return finish(y, x.to(dtype), None if D is None else D.view(x.shape[1], -1), z).to(x.dtype)
 
 
-def ssd_step_backward(
-    *, dy: Tensor | None, dstate: Tensor | None, needs: frozenset[str], x: Tensor, dt: Tensor, B: Tensor, C: Tensor,
-    z: Tensor | None, state: Tensor, **others: Any,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return the gradients of a step: those of a scan as long."""
-    one = x.ndim == 3
-    if one:
-        x, dt, B, C = (a[:, None] for a in (x, dt, B, C))
-        z, dy = (None if a is None else a[:, None] for a in (z, dy))
-    grads = ssd_backward(
-        dy=dy, dstate=dstate, needs=needs, x=x, dt=dt, B=B, C=C, z=z, initial_state=state, cu_seqlens=None,
-        chunk_size=x.shape[1], state_dtype=None, **others,
-    )  # fmt: skip
-    grads["state"] = grads.pop("initial_state")
-    timed = {"x", "dt", "B", "C", "z"} if one else set()
-    return {name: grad[:, 0] if name in timed else grad for name, grad in grads.items()}
+ssd_step_backward = short_backward(SPEC, STEP, ssd_backward)
 
 
 class _Scan:

@@ -29,7 +29,8 @@ from refold.ops.torch.launch import (
     same_dtype,
 )
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
-from refold.ops.torch.slots import Places, in_slots, on_slots
+from refold.ops.torch.slots import Places
+from refold.ops.torch.step_plans import planned_steps
 from refold.ops.torch.tables import device_limits, family, lookup
 
 HOPPER = ("refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch")
@@ -406,34 +407,7 @@ def _plan_step(
     return run
 
 
-_slot_layouts: dict[str, Any] = {
-    "x": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous, "z": last_contiguous,
-    "dt_bias": contiguous,
-}  # fmt: skip
-_step_layouts: dict[str, Any] = {**_slot_layouts, "state": contiguous}
-
-
-@planned(STEP, **_step_layouts)
-def ssd_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Plan `refold.ops.ssd_step`."""
-    step = _plan_step(**arguments)
-    fresh_state = fresh_like(arguments["state"])
-
-    def run(x, dt, A, B, C, state, D, z, dt_bias):
-        new_state = fresh_state()
-        return step(x, dt, A, B, C, state, D, z, dt_bias, new_state), new_state
-
-    return run
-
-
-@planned(STEP, **_step_layouts)
-def ssd_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
-    """Plan `refold.ops.ssd_step_`: the state, contiguous, is overwritten and the outputs are returned."""
-    step = _plan_step(**arguments)
-    return lambda x, dt, A, B, C, state, D, z, dt_bias: step(x, dt, A, B, C, state, D, z, dt_bias, state)
-
-
-@planned(on_slots(STEP), **_slot_layouts)
-def ssd_step_slots(**arguments: Any) -> Callable[..., torch.Tensor]:
-    """Plan `refold.ops.ssd_step_` on slots (`refold.ops.torch.slots.Places`)."""
-    return in_slots(STEP, _plan_step(**arguments))
+ssd_step, ssd_step_, ssd_step_slots = planned_steps(
+    STEP, _plan_step, x=last_contiguous, A=contiguous, B=last_contiguous, C=last_contiguous, z=last_contiguous,
+    dt_bias=contiguous,
+)  # fmt: skip
