@@ -143,16 +143,16 @@ def _ssd_bwd_states_kernel(
 
 @triton.jit
 def _pairs(
-    left_rows, left_inside, right_rows, right_inside, dstate, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
+    left_rows, left_inside, right_rows, right_inside, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of the rows of B and C of a chunk, (tokens of left, tokens of right)."""
+    """Return the products of rows of a chunk, of ``size`` elements each, (tokens of left, tokens of right)."""
     pairs = tl.zeros((left_inside.shape[0], right_inside.shape[0]), tl.float32)
-    for n in range(BLOCKS_N):
-        offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = (offs_n < dstate)[None, :]
-        left = tl.load(left_rows + offs_n[None, :], mask=left_inside[:, None] & mask_n, other=0.0)
-        right = tl.load(right_rows + offs_n[None, :], mask=right_inside[:, None] & mask_n, other=0.0)
+    for block in range(BLOCKS):
+        offs = block * BLOCK + tl.arange(0, BLOCK)
+        mask = (offs < size)[None, :]
+        left = tl.load(left_rows + offs[None, :], mask=left_inside[:, None] & mask, other=0.0)
+        right = tl.load(right_rows + offs[None, :], mask=right_inside[:, None] & mask, other=0.0)
         pairs = dot(left, tl.trans(right), pairs, PRECISION)
     return pairs
 
@@ -247,19 +247,13 @@ def _keys(
         dy_rows = (dy_ptr + pid_b * stride_dy_b + start * stride_dy_t + pid_h * stride_dy_h
                    + offs_t[:, None] * stride_dy_t)  # fmt: skip
         place = (pid_c * (ngroups * count) + pid_g * count + r) * headdim * dstate
-        pairs = tl.zeros((ROWS, CHUNK), tl.float32)
         if BLOCKS_P == 1:
             mask_c = (offs_c < headdim)[None, :]
             x_tile = tl.load(x_rows + offs_c[None, :], mask=inside_j[:, None] & mask_c, other=0.0)
             dy_tile = tl.load(dy_rows + offs_c[None, :], mask=inside[:, None] & mask_c, other=0.0)
-            pairs = dot(x_tile, tl.trans(dy_tile), pairs, PRECISION)
+            pairs = dot(x_tile, tl.trans(dy_tile), None, PRECISION)
         else:
-            for p in range(BLOCKS_P):
-                offs_p = p * BLOCK_P + offs_c
-                mask_p = (offs_p < headdim)[None, :]
-                x_part = tl.load(x_rows + offs_p[None, :], mask=inside_j[:, None] & mask_p, other=0.0)
-                dy_part = tl.load(dy_rows + offs_p[None, :], mask=inside[:, None] & mask_p, other=0.0)
-                pairs = dot(x_part, tl.trans(dy_part), pairs, PRECISION)
+            pairs = _pairs(x_rows, inside_j, dy_rows, inside, headdim, BLOCK_P, BLOCKS_P, PRECISION)
         if EXACT:
             sums, bad = _exact_decay(A_ptr, pid_h, tl.load(step_ptr + row * CHUNK + offs_t))
             sums_j, bad_j = _at(sums, offs_j, offs_t), _at(bad, offs_j, offs_t)
@@ -430,19 +424,13 @@ def _queries(
         dy_rows = (dy_ptr + pid_b * stride_dy_b + start * stride_dy_t + pid_h * stride_dy_h
                    + offs_i[:, None] * stride_dy_t)  # fmt: skip
         place = (pid_c * (ngroups * count) + pid_g * count + r) * headdim * dstate
-        pairs = tl.zeros((ROWS, CHUNK), tl.float32)
         if BLOCKS_P == 1:
             mask_c = (offs_c < headdim)[None, :]
             x_tile = tl.load(x_rows + offs_c[None, :], mask=inside[:, None] & mask_c, other=0.0)
             dy_tile = tl.load(dy_rows + offs_c[None, :], mask=inside_i[:, None] & mask_c, other=0.0)
-            pairs = dot(dy_tile, tl.trans(x_tile), pairs, PRECISION)
+            pairs = dot(dy_tile, tl.trans(x_tile), None, PRECISION)
         else:
-            for p in range(BLOCKS_P):
-                offs_p = p * BLOCK_P + offs_c
-                mask_p = (offs_p < headdim)[None, :]
-                x_part = tl.load(x_rows + offs_p[None, :], mask=inside[:, None] & mask_p, other=0.0)
-                dy_part = tl.load(dy_rows + offs_p[None, :], mask=inside_i[:, None] & mask_p, other=0.0)
-                pairs = dot(dy_part, tl.trans(x_part), pairs, PRECISION)
+            pairs = _pairs(dy_rows, inside_i, x_rows, inside, headdim, BLOCK_P, BLOCKS_P, PRECISION)
         if EXACT:
             sums, bad = _exact_decay(A_ptr, pid_h, step)
             sums_i, bad_i = _at(sums, offs_i, offs_t), _at(bad, offs_i, offs_t)

@@ -106,6 +106,13 @@ def _next(sums, base, block, nblocks, WALKERS: tl.constexpr):
 
 
 @triton.jit
+def _tile(ptr, pid_b, start, head, stride_b, stride_t, stride_h, offs_t, offs, mask):
+    """Load what the tokens of a block have of a head or group, (tokens, ``offs``)."""
+    rows = ptr + pid_b * stride_b + start * stride_t + head * stride_h
+    return tl.load(rows + offs_t[:, None] * stride_t + offs[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _ssd_enter_kernel(
     dt_ptr, A_ptr, C_ptr, z_ptr, dt_bias_ptr, end_ptr, sums_ptr, state_ptr, move_ptr, y_ptr, final_ptr, kept_ptr,
     seqlen, nblocks, nheads, ngroups, headdim, dstate, dt_min, dt_max, least,
@@ -146,9 +153,8 @@ def _ssd_enter_kernel(
         start = block.to(tl.int64) * BLOCK
         inside = block * BLOCK + offs_t < tokens
         mask_tp = inside[:, None] & mask_p[None, :]
-        C_rows = C_ptr + pid_b * stride_C_b + start * stride_C_t + pid_g * stride_C_g
-        C_tile = tl.load(C_rows + offs_t[:, None] * stride_C_t + offs_n[None, :],
-                         mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
+        C_tile = _tile(C_ptr, pid_b, start, pid_g, stride_C_b, stride_C_t, stride_C_g, offs_t, offs_n,
+                       inside[:, None] & mask_n[None, :])  # fmt: skip
         y_tile = y_rows + (start + offs_t[:, None]) * (nheads * headdim)
         y = tl.load(y_tile, mask=mask_tp, other=0.0).to(tl.float32)
         left = _decays(dt_ptr, A_ptr, dt_bias_ptr, base, pid_b, pid_h, start, inside, stride_dt_b, stride_dt_t,
@@ -157,8 +163,7 @@ def _ssd_enter_kernel(
         added = dot(C_tile, operand, None, PRECISION) * left[:, None]
         added = tl.where(spoiled[None, :] > 0, float("nan"), added)
         if z_ptr is not None:
-            z_rows = z_ptr + pid_b * stride_z_b + start * stride_z_t + pid_h * stride_z_h
-            z_tile = tl.load(z_rows + offs_t[:, None] * stride_z_t + offs_p[None, :], mask=mask_tp, other=0.0)
+            z_tile = _tile(z_ptr, pid_b, start, pid_h, stride_z_b, stride_z_t, stride_z_h, offs_t, offs_p, mask_tp)
             added *= silu(z_tile.to(tl.float32))
         tl.store(y_tile, (y + added).to(y_ptr.dtype.element_ty), mask=mask_tp)
         block += WALKERS
@@ -212,15 +217,12 @@ def _ssd_enter_bwd_kernel(
         start = block.to(tl.int64) * BLOCK
         inside = block * BLOCK + offs_t < tokens
         mask_tp = inside[:, None] & mask_p[None, :]
-        C_rows = C_ptr + pid_b * stride_C_b + start * stride_C_t + pid_g * stride_C_g
-        C_tile = tl.load(C_rows + offs_t[:, None] * stride_C_t + offs_n[None, :],
-                         mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
-        dy_rows = dy_ptr + pid_b * stride_dy_b + start * stride_dy_t + pid_h * stride_dy_h
-        dy = tl.load(dy_rows + offs_t[:, None] * stride_dy_t + offs_p[None, :], mask=mask_tp, other=0.0)
+        C_tile = _tile(C_ptr, pid_b, start, pid_g, stride_C_b, stride_C_t, stride_C_g, offs_t, offs_n,
+                       inside[:, None] & mask_n[None, :])  # fmt: skip
+        dy = _tile(dy_ptr, pid_b, start, pid_h, stride_dy_b, stride_dy_t, stride_dy_h, offs_t, offs_p, mask_tp)
         dy = dy.to(tl.float32)
         if z_ptr is not None:
-            z_rows = z_ptr + pid_b * stride_z_b + start * stride_z_t + pid_h * stride_z_h
-            z_tile = tl.load(z_rows + offs_t[:, None] * stride_z_t + offs_p[None, :], mask=mask_tp, other=0.0)
+            z_tile = _tile(z_ptr, pid_b, start, pid_h, stride_z_b, stride_z_t, stride_z_h, offs_t, offs_p, mask_tp)
             dy *= silu(z_tile.to(tl.float32))
         left = _decays(dt_ptr, A_ptr, dt_bias_ptr, base, pid_b, pid_h, start, inside, stride_dt_b, stride_dt_t,
                        stride_dt_h, dt_min, dt_max, BLOCK, SOFTPLUS)  # fmt: skip
