@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import refold.ops as ops
-from refold.errors import ShapeError
+from refold.errors import ArgumentError, ShapeError
 from refold.ops.backends import absence
 from refold.ops.delta_rule import _torch as right
 from refold.ops.delta_rule.nonfinite import spoiled_results
@@ -280,6 +280,10 @@ def test_layers_of_the_family_take_their_own_gates() -> None:
         ops.kda(x, x, x, gate, gate)
     with pytest.raises(ShapeError, match=r"gated_delta_rule: g must have the axes \(b, t, h\)"):
         ops.gated_delta_rule(x, x, x, x, gate)
+    with pytest.raises(ShapeError, match=r"gated_delta_rule: g must have the axes \(b, t, h\); got NoneType"):
+        ops.gated_delta_rule(x, x, x, None, gate)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"rwkv7: w must have the axes \(b, t, h, n\); got shape"):
+        ops.rwkv7(x, gate, x, x, x, x)
     with pytest.raises(ShapeError, match=r"delta_product: k must have a multiple of the t=3 tokens"):
         ops.delta_product(x, np.ones((1, 4, 2, 4)), x, None, gate)
 
@@ -295,6 +299,18 @@ class Largest(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
         return result
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "lower_bound", "normalize"])
+def test_layers_of_several_writes_refuse_gates_of_tokens(name: str) -> None:
+    """A gate of a write that decays nothing would be no decay of one."""
+    x, gate = np.ones((1, 6, 2, 4)), np.zeros((1, 3, 2))
+    option = {name: {"lower_bound": -5.0, "normalize": True}.get(name, np.zeros(2))}
+    with pytest.raises(ArgumentError, match=rf"rwkv7: {name} is not taken"):
+        ops.rwkv7(x, x, x, x, x, x, **option)
+    if name != "normalize":
+        with pytest.raises(ArgumentError, match=rf"delta_product: {name} is not taken"):
+            ops.delta_product(x[:, :3], x, x, gate, np.ones((1, 6, 2)), **option)
 
 
 def test_a_decay_per_key_needs_no_array_of_pairs_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Generic, TypedDict, Unpack
 
-from refold.errors import ShapeError
+from refold.errors import ArgumentError, ShapeError
 from refold.ops.arrays import Array, framework_of_type
 from refold.ops.delta_rule import delta_rule
 
@@ -148,6 +148,7 @@ def delta_product(
 
     Raises:
         ShapeError: The number of keys is not a multiple of that of queries.
+        ArgumentError: A gate is given; decays of tokens alone can be spread over their writes.
 
     References:
         Siems et al., "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products", 2025,
@@ -167,6 +168,7 @@ def delta_product(
             f"delta_product: k must have a multiple of the t={q.shape[1]} tokens of q; got {k.shape[1]}. "
             "Pass the keys of all writes of a token one after the other."
         )
+    _refuse("delta_product", options, "A_log", "dt_bias", "lower_bound")
     between = writes - 1
     q, g = _spread(q, between, before=True), None if g is None else _spread(g, between, before=False)
     return _last(writes, *delta_rule(q, k, v, g=g, beta=beta, **_longer(options, writes)))
@@ -192,6 +194,10 @@ def rwkv7(
     Returns:
         ``(y, state)`` as `refold.ops.delta_rule`.
 
+    Raises:
+        ShapeError: ``w`` is not one per key.
+        ArgumentError: A gate or ``normalize`` is given.
+
     References:
         Peng et al., "RWKV-7 'Goose' with Expressive Dynamic State Evolution", 2025, arXiv:2503.14456.
 
@@ -203,6 +209,8 @@ def rwkv7(
         >>> y.shape, state.shape
         ((1, 9, 2, 4), (1, 2, 4, 4))
     """
+    _expect("rwkv7", w, 4, "(b, t, h, n)", "w")
+    _refuse("rwkv7", options, "A_log", "dt_bias", "lower_bound", "normalize")
     xp = _namespace(k)
     read = _spread(xp.negative(a) * xp.exp(xp.negative(w)), 1, before=False)
     keys, values = _interleave(b, k), _spread(v, 1, before=True)
@@ -211,11 +219,19 @@ def rwkv7(
     return _last(2, *delta_rule(q, keys, values, g=w, r=read, **_longer(options, 2)))
 
 
-def _expect(op: str, g: Any, rank: int, axes: str) -> None:
-    if len(g.shape) != rank:
-        raise ShapeError(
-            f"{op}: g must have the axes {axes}; got shape {tuple(g.shape)}. Reshape g, or use delta_rule."
-        )
+def _expect(op: str, g: Any, rank: int, axes: str, name: str = "g") -> None:
+    if (shape := tuple(getattr(g, "shape", ()))) and len(shape) == rank:
+        return
+    got = f"shape {shape}" if shape else type(g).__name__
+    raise ShapeError(f"{op}: {name} must have the axes {axes}; got {got}. Reshape {name}, or use delta_rule.")
+
+
+def _refuse(op: str, options: Any, *names: str) -> None:
+    """Refuse what `delta_rule` would compute for each write, where it belongs to a token."""
+    for name in names:
+        if (given := options.get(name)) is not None and given is not False:
+            got = given if isinstance(given, bool | float) else type(given).__name__
+            raise ArgumentError(f"{op}: {name} is not taken; got {got}. Compute it before, and leave {name} out.")
 
 
 def _namespace(array: Any) -> Any:
