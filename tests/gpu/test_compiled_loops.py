@@ -13,12 +13,12 @@ from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM  # no
 from support.scans import compiled, flat, operators  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-CHUNKS = "linear_scan over chunks"
+CHUNKS, KEYED = "linear_scan over chunks", "delta_rule"
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 LOOPS = {
-    "recurrence.test_readout": {"bonus": CHUNKS, "by_products": CHUNKS, "plain": CHUNKS, "one_decay_a_head": "ssd",
+    "recurrence.test_readout": {"bonus": KEYED, "by_products": KEYED, "plain": KEYED, "one_decay_a_head": "ssd",
                          "output_first": "selective_scan"},
-    "recurrence.test_gated_chunks": {"attention": CHUNKS, "attention_with_roots": CHUNKS},
+    "recurrence.test_gated": {"attention": KEYED, "attention_with_roots": KEYED},
     "passes.test_contract_scans": {"retention": "ssd", "read_first": "ssd", "loop": "selective_scan"},
     "recurrence.test_lti_chunks": {"s4d": CHUNKS, "signed": CHUNKS, "one_system": CHUNKS},
     "dynamo.test_producers": {"mamba": "selective_scan", "one_decay_a_head": "ssd"},
@@ -26,7 +26,7 @@ LOOPS = {
 
 
 def arguments(module, loop):
-    if module.__name__.endswith("test_gated_chunks"):
+    if module.__name__.endswith("test_gated"):
         return module.inputs(200)
     if loop in ("retention", "read_first"):
         q, k, v, state = module.heads()

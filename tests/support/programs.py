@@ -25,7 +25,7 @@ from refold.compiler.ir.builder import same_strides
 from refold.compiler.ir.metadata import stale
 from refold.compiler.ir.views import is_view
 from refold.compiler.pipeline import run
-from refold.compiler.recurrence import gated_chunks, lti_chunks
+from refold.compiler.recurrence import forms, lti_chunks
 from refold.compiler.session import describe_captured
 from refold.report import GraphReport
 from refold.verify.numerics import in_strides
@@ -60,16 +60,16 @@ _TABLE = select_decomp_table()
 class _SmallChunks:
     """Let scans over chunks use chunks so small that a short loop has several."""
 
-    homes = ((gated_chunks, 3), (lti_chunks, 3))
+    sizes = ((forms, "FEW", 3), (lti_chunks, "CHUNK", 3))
 
     def __enter__(self) -> None:
-        self.saved = [home.CHUNK for home, _ in self.homes]
-        for home, size in self.homes:
-            home.CHUNK = size
+        self.saved = [getattr(home, name) for home, name, _ in self.sizes]
+        for home, name, size in self.sizes:
+            setattr(home, name, size)
 
     def __exit__(self, *_: object) -> None:
-        for (home, _), size in zip(self.homes, self.saved, strict=True):
-            home.CHUNK = size
+        for (home, name, _), size in zip(self.sizes, self.saved, strict=True):
+            setattr(home, name, size)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..ir.builder import Builder
 from ..ir.captured_loop import step_count
 from ..ir.fx import concrete, is_tensor, known, value
-from ..ir.operators import RANK_ONE, SCAN
+from ..ir.operators import SCAN
 from ..ir.source import source_line
 from ..recurrence.affine import Loop
 from ..recurrence.replace import SCANS, WHY, dualise
@@ -218,10 +218,7 @@ def _candidate(site: CallSite, traced: Traced, prologue: Graph, dual: bool) -> t
     graph.eliminate_dead_code()
     differentiable(graph)
     graph.lint()
-    if (
-        not any(node.target in (*SCANS, RANK_ONE.target, LINEAR_SYSTEM, BOUNDED_SCAN) for node in graph.nodes)
-        and body.loops
-    ):
+    if not any(node.target in (*SCANS, LINEAR_SYSTEM, BOUNDED_SCAN) for node in graph.nodes) and body.loops:
         names = " and ".join(dict.fromkeys(f"`{x.variable}`" for x in body.loops))
         raise NotALoop("no-scan", f"nothing that is used depends on {names}")
     if not (site.uses or contents or finals):

@@ -29,8 +29,7 @@ from ..ir.rewrite import Rewrite, replace_node
 from ..ir.source import located
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, ScanForm, read_scan, read_states, require, with_label
-from ..recurrence.duality import divisor, step_limits
-from ..recurrence.gated_chunks import FORGETS
+from ..recurrence.duality import FORGETS, divisor, step_limits
 from ..recurrence.narrowing import narrow_after, narrowed_later
 from ..recurrence.signs import fades, sign
 from ..recurrence.vectorize import described

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log, prod
+from math import log
 from operator import getitem
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..ir.operators import RANK_ONE
 from ..ir.sinking import sliced_early
 from .delta import Query, RankOne, Weighted
 from .delta_tokens import Tokens
-from .duality import lay, logarithm
+from .duality import lay, logarithm, merged
 from .readout import Placed, terms
 from .signs import sign
 from .vectorize import Value
@@ -106,12 +106,7 @@ class Corrections:
         parts = [Placed(emit.cast(term.node, dtype), term.state_axes) for term in parts]
         x = lay(emit, parts, [*self.rows, *last], self.shape, number, like)
         assert x is not None  # the axes of each were looked at
-        return emit.dense(self.merged(x, 2))
-
-    def merged(self, x: Node, start: int) -> Node:
-        """Merge the axes of h, which begin here."""
-        shape, stop = list(value(x).shape), start + len(self.rows) - 2
-        return self.emit.reshape(x, [*shape[:start], prod(shape[start:stop]), *shape[stop:]])
+        return emit.dense(merged(emit, x, 2, len(self.rows)))
 
 
 def refuses_rank_one(facts: Corrections) -> str | None:
@@ -137,15 +132,17 @@ def rank_one(facts: Corrections) -> tuple[dict[Node, Node], Node]:
     if facts.initial is not None:
         start = emit.permute(facts.initial, [axis - 1 for axis in state_order if axis is not None])
         start = emit.reshape(start, [1 if axis is None else facts.shape[axis] for axis in state_order])
-        given["initial_state"] = emit.dense(facts.merged(start, 1))
+        given["initial_state"] = emit.dense(merged(emit, start, 1, len(facts.rows) - 1))
     under = None if step.under is None else facts.laid(facts.terms(step.under), 1.0, [n])
     tokens = Tokens(emit, facts.count, step.early, _times(emit, under, signs), earlier)
     given = tokens.arguments(given)
     found, last = dict[Node, Node](), None
     for query in step.queries or [None]:
-        q = k if query is None else facts.laid(facts.terms(query.factors), query.factors.number, [n], k)
+        q, scale = k, 1.0
+        if query is not None:
+            q, scale = facts.laid(facts.terms(query.factors), 1.0, [n], k), float(query.factors.number)
         result = emit.call(
-            RANK_ONE.target, *RANK_ONE.args(q=tokens.queries(_times(emit, q, signs)), **given, scale=1.0)
+            RANK_ONE.target, *RANK_ONE.args(q=tokens.queries(_times(emit, q, signs)), **given, scale=scale)
         )
         mark_as_made(result)
         if query is not None:

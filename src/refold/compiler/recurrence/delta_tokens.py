@@ -20,11 +20,9 @@ from torch.fx import Node
 
 from ..ir.builder import Builder
 from ..ir.fx import value
+from .duality import FORGETS
 
 aten = torch.ops.aten
-
-_FORGETS = -1e4
-"""A log decay whose exponential is zero in every precision."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Tokens:
             decay = zeros if g is None else self._per_key(g, k)
             assert read is not None
             tokens = [
-                (self._row(zeros, 1.0), v0, self._row(zeros, _FORGETS), beta, self._row(read, 0.0)),
+                (self._row(zeros, 1.0), v0, self._row(zeros, FORGETS), beta, self._row(read, 0.0)),
                 (self._row(k, 0.0), nothing, self._row(decay, 0.0), None, self._row(zeros, -1.0)),
             ]
             zeros = self._row(zeros, 0.0)

@@ -2,6 +2,7 @@
 
     heads       x (b, t, h, p)   dt (b, t, h)   A (h)      B, C (b, t, g, n)   state (b, h, p, n)
     channels    x (b, t, d)      dt (b, t, d)   A (d, n)   B, C (b, t, n)      state (b, d, n)
+    keys        v (b, t, h, p)   g (b, t, h, n)            k, q (b, t, h, n)   state (b, h, n, p)
 
 The states are (t, b, *kept, n), as `facts` has them. A list of axes (``per_step``, ``along_n``, ...) names axes of the
 states; None in it is an axis of size one.
@@ -10,7 +11,8 @@ states; None in it is an axis of size one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, log
+from functools import partial, reduce
+from math import inf, log, prod
 from operator import getitem
 from typing import Any
 
@@ -20,10 +22,9 @@ from torch.fx import Node
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder
 from ..ir.fx import arg, mark_as_made, value
-from ..ir.operators import CONTRACTED, HEADS
+from ..ir.operators import CONTRACTED, HEADS, RANK_ONE
 from . import lti_chunks
 from .facts import Factors, Facts, spans, unalias
-from .gated_chunks import gated_scan, merged
 from .readout import Placed
 from .signs import Sign, fades, sign
 
@@ -32,6 +33,8 @@ aten = torch.ops.aten
 
 # A log decay this small counts as none: its exponential is one in every precision, and x divided by it finite.
 NO_DECAY = 2.0**-60
+FORGETS = -1e4
+"""A log decay whose exponential is zero in every precision, whatever grows next to it."""
 _TOKENS = [1, 0]
 """The axes of the states that tokens lie along: batch and time."""
 
@@ -213,42 +216,47 @@ def time_invariant(facts: Facts) -> tuple[Node, Node] | None:
         return None
     if initial is not None:
         initial = emit.cast(emit.permute(initial, [place - 1 for place in (*heads, n, *columns)]), value(x).dtype)
-        initial = merged(emit, initial, len(heads), 1)
-    q, k, decay = (merged(emit, v, len(heads), 1) for v in (q, k, decay))
-    y, last = lti_chunks.lti_scan(emit, q, k, decay, merged(emit, x, len(heads), 1), initial)
+        initial = merged(emit, merged(emit, initial, 0, len(heads)), 2)
+    q, k, decay, x = (merged(emit, v, 0, len(heads)) for v in (q, k, decay, x))
+    y, last = lti_chunks.lti_scan(emit, q, k, decay, merged(emit, x, 2), initial)
     if facts.read.exclusive:
         y = _one_later(emit, y, emit.call(aten.unsqueeze.default, q, 2), initial, 1)
     return _results(facts, (y, [*heads, 0, *columns]), (last, [*heads, n, *columns]))
 
 
 def gated(facts: Facts) -> tuple[Node, Node] | None:
-    """Emit `gated_scan`."""
+    """Emit `RANK_ONE`, which corrects nothing here: the decay is one number per key."""
     emit, n, shape, initial = facts.emit, facts.n, facts.shape, facts.initial
     (keys, values_), (weight, decays) = facts.b.along(n), facts.a
     heads, channels = gated_axes(facts)
-    rows: list[int | None] = [1, *heads, 0]
-    v = lay(emit, values_, [*rows, *channels], shape, facts.b.number)
-    if v is None:
+    tokens: list[int | None] = [*_TOKENS, *heads]
+
+    def laid(parts: list[Placed], last: list[int], number: float = 1.0, like: Node | None = None) -> Node | None:
+        x = lay(emit, parts, [*tokens, *last], shape, number, like)
+        return None if x is None else emit.dense(merged(emit, merged(emit, x, 2, len(tokens)), 3))
+
+    v = laid(values_, channels, facts.b.number)
+    q, k = (laid(part, [n], like=v) for part in (facts.queries, keys))
+    logs = [laid([Placed(logarithm(emit, term), term.state_axes)], [n]) for term in decays]
+    if q is None or k is None or v is None or None in logs or len({value(x).dtype for x in (q, k, v)}) != 1:
         return None
-    logs: Node | None = None
-    for term in decays:
-        part = lay(emit, [Placed(logarithm(emit, term), term.state_axes)], [*rows, n], shape, 1.0)
-        logs = part if logs is None or part is None else emit.call(aten.add.Tensor, logs, part)
-    q, k = (lay(emit, part, [*rows, n], shape, 1.0, like=v) for part in (facts.queries, keys))
-    if q is None or k is None or logs is None or len({value(x).dtype for x in (q, k, v, logs)}) != 1:
-        return None
-    if weight != 1.0:
-        logs = emit.call(aten.add.Tensor, logs, log(weight))
+    g = reduce(partial(emit.call, aten.add.Tensor), logs)
+    g = g if weight == 1.0 else emit.call(aten.add.Tensor, g, log(weight))
     state_order = [1, *heads, n, *channels]
     if initial is not None:
-        initial = emit.cast(emit.permute(initial, [place - 1 for place in state_order]), value(v).dtype)
-        initial = merged(emit, initial, 1 + len(heads))
-    q, k, v, logs = (merged(emit, x, 1 + len(heads)) for x in (q, k, v, logs))
+        initial = emit.permute(initial, [place - 1 for place in state_order])
+        initial = emit.dense(merged(emit, merged(emit, emit.cast(initial, value(v).dtype), 1, len(tokens) - 1), 3))
     exclusive = facts.read.exclusive
-    y, last = gated_scan(emit, _next(emit, q) if exclusive else q, k, v, logs, initial)
+    result = emit.call(RANK_ONE.target, *RANK_ONE.args(
+        q=_next(emit, q) if exclusive else q, k=k, v=v, g=emit.call(aten.clamp_min.default, g, FORGETS),
+        initial_state=initial, scale=1.0, erase=False,
+    ))  # fmt: skip
+    mark_as_made(result)
+    y, last = (emit.call(getitem, result, i) for i in (0, 1))
     if exclusive:
-        y = _one_later(emit, y, emit.call(aten.unsqueeze.default, emit.call(aten.select.int, q, 1, 0), 2), initial, 1)
-    return _results(facts, (y, [1, *heads, 0, *channels]), (last, state_order))
+        first = emit.call(aten.unsqueeze.default, emit.call(aten.select.int, q, 1, 0), -1)
+        y = _one_later(emit, y, first, initial, -2)
+    return _results(facts, (y, [*_TOKENS, *heads, *channels]), (last, state_order))
 
 
 def gated_axes(facts: Facts) -> tuple[list[int], list[int]]:
@@ -256,6 +264,13 @@ def gated_axes(facts: Facts) -> tuple[list[int], list[int]]:
     wide = spans(*facts.b.along(facts.n)[0], *facts.queries, *facts.a.terms)
     heads = [place for place in facts.kept if place in wide]
     return heads, [place for place in facts.kept if place not in heads]
+
+
+def merged(emit: Builder, x: Node, start: int, stop: int | None = None) -> Node:
+    """Merge neighbouring axes into one; of none, it has size one."""
+    shape: Sequence[int] = value(x).shape
+    stop = len(shape) if stop is None else stop
+    return emit.reshape(x, [*shape[:start], prod(shape[start:stop]), *shape[stop:]])
 
 
 def _order(out: tuple[int | None, ...], target: list[int], shape: list[int]) -> list[int]:

@@ -8,10 +8,11 @@ factors of ``a``, ``b`` and ``C`` decides how ``y`` is computed instead: by the 
     n, but neither time nor batch             a convolution in chunks, and a scan over chunks
     one axis of heads, or none                matrix products in chunks (state space duality)
     the channels and n, as exp(dt * A)        one pass that keeps states in registers
-    n, in any other way                       pairs of positions in chunks, and a scan over chunks
+    n, in any other way                       matrix products in chunks, between references (the delta rule's)
 
 A recurrence that no form takes stays a scan. A carry whose elements a step mixes is no such scan. One form computes it,
-if what it mixes is one contraction (`refold.compiler.recurrence.delta`): the delta rule.
+if what it mixes is one contraction (`refold.compiler.recurrence.delta`): the delta rule. The operator of that rule is
+the last one of the table, too, with nothing that is corrected.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from torch.fx import Node
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder
 from ..ir.operators import CONTRACTED, HEADS, RANK_ONE, SCAN
-from . import gated_chunks, lti_chunks
+from . import lti_chunks
 from .delta_form import Corrections, rank_one, refuses_rank_one
 from .duality import gated, gated_axes, has_log_decay, per_channel, per_head, time_invariant
 from .facts import Facts, read_facts, spans
 from .readout import Readout
 from .vectorize import Value
+
+FEW = 16
+"""Channels, or halves of the steps, for which the states of all steps are not worth avoiding."""
 
 F = TypeVar("F")
 Y = TypeVar("Y")
@@ -94,7 +98,7 @@ def _refuses_gated(facts: Facts) -> str | None:
     _, channels = gated_axes(facts)
     if len(channels) != 1:
         return "no single axis is run along by values alone"
-    few = facts.shape[channels[0]] < gated_chunks.CHUNK or facts.shape[0] < 2 * gated_chunks.CHUNK
+    few = facts.shape[channels[0]] < FEW or facts.shape[0] < 2 * FEW
     return "the states are hardly larger than what would be computed instead" if few else None
 
 
@@ -103,7 +107,7 @@ FORMS: tuple[Form[Facts, Node], ...] = (
     Form("one decay per head", _refuses_heads, per_head, HEADS, "Dao & Gu 2024 (arXiv:2405.21060)"),
     Form("one decay per channel and state", _refuses_channels, per_channel, CONTRACTED,
          "Gu & Dao 2023, algorithm 2 (arXiv:2312.00752)"),
-    Form("one decay per key", _refuses_gated, gated, SCAN, "Yang et al. 2024 (arXiv:2312.06635), section 4"),
+    Form("one decay per key", _refuses_gated, gated, RANK_ONE, "Yang et al. 2024 (arXiv:2312.06635), section 4"),
 )  # fmt: skip
 """Those of a contracted scan, in order of preference."""
 

@@ -17,6 +17,7 @@ axes of channels as well.
 
 from __future__ import annotations
 
+from math import inf, nan
 from operator import getitem
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch.fx import Node
 from ..ir.builder import Builder
 from ..ir.fx import value
 from ..ir.operators import SCAN
-from .gated_chunks import finite_part
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -106,3 +106,17 @@ def lti_scan(emit: Builder, query: Node, key: Node, decay: Node, x: Node, initia
                    call(aten.slice.Tensor, own, 1, 0, tail))  # fmt: skip
         last = call(aten.add.Tensor, kept, own)
     return y, last
+
+
+def finite_part(emit: Builder, x: Node, time: int) -> tuple[Node, Node]:
+    """Split values so that a product over all of a time axis can be causal: zeros of a matrix do not stop infinities.
+
+    Returns:
+        The values, with zeros for those that are not finite; and what is to be added to the product: NaN from the first
+        value on that is not finite, zero before.
+    """
+    val = value(x)
+    zero, never = (emit.call(aten.full.default, [], c, dtype=val.dtype, device=val.device) for c in (0.0, nan))
+    finite = emit.call(aten.lt.Scalar, emit.call(aten.abs.default, x), inf)
+    since = emit.call(aten.cumsum.default, emit.call(aten.where.self, finite, zero, never), time)
+    return emit.call(aten.where.self, finite, x, zero), since

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
 from ..ir.fx import concrete, is_zero, value
 from ..ir.metadata import refresh
-from ..ir.operators import CONTRACTED, HEADS, SCAN
+from ..ir.operators import CONTRACTED, HEADS, RANK_ONE, SCAN
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
 from .affine import Loop
@@ -28,7 +28,7 @@ from .states import LoopVectorizer
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 
-SCANS = {scan.target for scan in (SCAN, CONTRACTED, HEADS)}
+SCANS = {scan.target for scan in (SCAN, CONTRACTED, HEADS, RANK_ONE)}
 _CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
@@ -196,7 +196,7 @@ def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:
         sort_topologically(new.graph)
         refresh(new.graph, readers, but=new if new.op == "output" else None)
         used = {n.target for n in upstream(y)}
-        made = (scan.name for scan in (HEADS, CONTRACTED) if scan.target in used)
+        made = (scan.name for scan in (HEADS, CONTRACTED, RANK_ONE) if scan.target in used)
         loop.operator = next(made, f"{SCAN.name} over chunks")
         return result
     return new

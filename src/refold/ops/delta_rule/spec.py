@@ -194,6 +194,7 @@ SPEC = OpSpec(
     scans="forward",
     carry=_carry,
     form="scan with decay and correction, contracted",
+    narrowed=(("q", "k", "v"), ("r",)),
     complete="per_key_t9",
     layer=Example(
         "layer",

@@ -59,7 +59,7 @@ def constant_decay_a_key(x, dt, A, Bm, C):
 
 FOUND = [
     (mamba, "selective_scan"), (mamba_by_einsum, "selective_scan"), (one_decay_a_head, "ssd"),
-    (constant_decay_a_key, "linear_scan over chunks"),
+    (constant_decay_a_key, "delta_rule"),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from refold.compiler.ir.builder import Builder
 from refold.compiler.ir.metadata import refresh, stale, substitute
 from refold.compiler.ir.rewrite import replace_node
 from refold.compiler.options import Options
-from refold.compiler.recurrence import gated_chunks
+from refold.compiler.recurrence import forms
 from refold.compiler.validate.region import validate_region
 
 aten = torch.ops.aten
@@ -97,11 +97,11 @@ def attention(q, k, v, g):
 
 def test_a_scan_read_by_more_than_its_contraction_leaves_no_stale_strides(rewritten, monkeypatch):
     """The outputs of the scan lie in memory otherwise than the sum that they replace; a cosine reads them."""
-    monkeypatch.setattr(gated_chunks, "CHUNK", 4)
+    monkeypatch.setattr(forms, "FEW", 4)
     q, k, v, g = (torch.randn(1, 8, 2, 4).transpose(1, 2) for _ in range(4))
     gradient = torch.func.grad(lambda *xs: attention(*xs).sin().sum(), argnums=(0, 3))
     outcome = rewritten(gradient, q, k, v, -g.abs())
-    assert any("over chunks" in rewrite.detail for rewrite in outcome.rewrites)
+    assert any("delta_rule" in rewrite.detail for rewrite in outcome.rewrites)
     assert all(not stale(rewrite.candidate.graph) for rewrite in outcome.rewrites)
     # Its region starts where both programs do: values of one that the other lacks cannot be made up.
     inputs = {

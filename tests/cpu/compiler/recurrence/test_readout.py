@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from refold.compiler.recurrence import duality
-from refold.compiler.recurrence.gated_chunks import CHUNK
+from refold.compiler.recurrence.forms import FEW as CHUNK
 from support.agreement import check
 from support.scans import compiled, flat, operators
 
 pytestmark = pytest.mark.rows(8)
 
 H, K, V, STEPS = 2, 4, CHUNK, 2 * CHUNK + 5
-CHUNKS = "linear_scan over chunks"
+KEYED = "delta_rule"
 
 
 def inputs(batch=2, dtype=torch.float32, steps=STEPS):
@@ -82,7 +82,7 @@ def output_first(r, k, v, w, u, s):
 
 
 FOUND = [
-    (bonus, CHUNKS), (by_products, CHUNKS), (plain, CHUNKS), (difference, CHUNKS), (one_decay_a_head, "ssd"),
+    (bonus, KEYED), (by_products, KEYED), (plain, KEYED), (difference, KEYED), (one_decay_a_head, "ssd"),
     (output_first, "selective_scan"),
 ]  # fmt: skip
 

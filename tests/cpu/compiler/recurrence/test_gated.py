@@ -1,15 +1,16 @@
-"""Gated linear attention in chunks: exact for weak, strong and absent decay, and for any length."""
+"""Loops with a decay for each key: one operator, for weak, strong and absent decay, and for any length."""
 
 import pytest
 import torch
 
 import refold
-from refold.compiler.recurrence import gated_chunks as keyed
-from refold.compiler.recurrence.gated_chunks import CHUNK, gated_scan
-from support.scans import compiled, emitted, names, operators, spliced
+from refold.compiler.recurrence import duality
+from refold.compiler.recurrence.forms import FEW
+from support.scans import compiled, names, operators, spliced
 
 pytestmark = pytest.mark.rows(8)
 
+CHUNK = FEW
 H, K, V = 2, 4, CHUNK
 
 
@@ -71,13 +72,13 @@ def test_values_and_gradients(fn):
     run, report = spliced(fn, "training")
     agree(run, fn)
     agree(run, fn, torch.ones(2, H, K, V))
-    assert names(report.rewrites) == ["linear_scan over chunks"] * 2
+    assert names(report.rewrites) == ["delta_rule"] * 2
 
 
 def test_training():
     run = compiled(attention_with_roots)
     agree(run, attention_with_roots, torch.ones(2, H, K, V))
-    assert operators(run) == ["linear_scan over chunks"]
+    assert operators(run) == ["delta_rule"]
 
 
 def applied_in_float64(strength):
@@ -92,17 +93,17 @@ def applied_in_float64(strength):
 @pytest.mark.parametrize("strength", [0.1, 5.0, 50.0])
 def test_float64_is_no_less_exact(strength):
     """It has no wider type to sum log decays in, and strong ones are next to weak ones."""
-    assert applied_in_float64(strength) == ["one linear_scan over chunks"]
+    assert applied_in_float64(strength) == ["one delta_rule"]
 
 
 def test_wrong_float64_is_refused(monkeypatch):
     """A gate that is wrong by 1e-10 of its logarithm is seen; the states are kept instead."""
-    right = keyed._running_sums
+    right = duality.logarithm
 
-    def wrong(emit, g):
-        return [emit.call(torch.ops.aten.mul.Tensor, part, 1 + 1e-10) for part in right(emit, g)]
+    def wrong(emit, term):
+        return emit.call(torch.ops.aten.mul.Tensor, right(emit, term), 1 + 1e-10)
 
-    monkeypatch.setattr(keyed, "_running_sums", wrong)
+    monkeypatch.setattr(duality, "logarithm", wrong)
     assert applied_in_float64(1.0) == ["one linear_scan"]
 
 
@@ -114,22 +115,31 @@ def sequential(q, k, v, logs, state):
     return torch.stack(out, 1), state
 
 
-@pytest.mark.parametrize("steps", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
+def by_operator(q, k, v, logs, state):
+    """Run the loop as the operator that it becomes."""
+    torch._dynamo.reset()
+    run, report = spliced(sequential)
+    got = run(q, k, v, logs, state)
+    assert names(report.rewrites) == ["delta_rule"]
+    return got
+
+
+@pytest.mark.parametrize("steps", [2 * CHUNK, 3 * CHUNK + 1])
 @pytest.mark.parametrize("strength", [0.0, 1e-4, 1.0, 50.0], ids=lambda s: f"decay{s}")
 def test_lengths_and_strengths(steps, strength):
     q, k, v, gate = (x[:, :, 0] for x in inputs(steps))
     logs, state = -strength * gate.abs(), torch.ones(2, K, V)
-    got = emitted(gated_scan, q, k, v, logs, state)
+    got = by_operator(q, k, v, logs, state)
     want = sequential(*(x.double() for x in (q, k, v, logs, state)))
     close([x.double().float() for x in got], [x.float() for x in want], steps)
 
 
-def test_growth_and_strong_decay_in_one_chunk():
-    """A decay of e-80 next to growth: the factors of exp(G[i] - G[j]) alone would overflow or vanish."""
-    q, k, v, gate = (x[:, :, 0] for x in inputs(CHUNK + 3))
+def test_growth_and_strong_decay():
+    """A decay of e-80 next to growth: the exponentials of sums alone would overflow or vanish."""
+    q, k, v, gate = (x[:, :, 0] for x in inputs(2 * CHUNK + 3))
     logs = torch.where(gate > 1, -80.0, 0.3 * gate.abs())
-    want = sequential(*(x.double() for x in (q, k, v, logs)), torch.zeros(2, K, V, dtype=torch.float64))
-    got = emitted(lambda *given: gated_scan(*given, None), q, k, v, logs)
+    given = q, k, v, logs, torch.zeros(2, K, V)
+    got, want = by_operator(*given), sequential(*(x.double() for x in given))
     assert all(x.isfinite().all() for x in got)
     close(got, [x.float() for x in want], CHUNK + 3)
 
@@ -137,15 +147,10 @@ def test_growth_and_strong_decay_in_one_chunk():
 @pytest.mark.parametrize("at", [[0], [5], [CHUNK], [2, 3, 4, CHUNK + 1], list(range(2 * CHUNK))], ids=str)
 def test_a_decay_of_zero_forgets(at):
     q, k, v, gate = (x[:, :, 0] for x in inputs(2 * CHUNK + 3))
-    logs = (-gate.abs()).index_fill(1, torch.tensor(at), -torch.inf)
-    leaves = [x.requires_grad_() for x in (q, k, v, logs, torch.ones(2, K, V))]
-    got = emitted(gated_scan, *leaves)
-    want = sequential(*(x.double() for x in leaves))
+    logs = (0.5 * gate.abs()).index_fill(1, torch.tensor(at), -torch.inf)  # what it forgets does not grow again
+    given = q, k, v, logs, torch.ones(2, K, V)
+    got, want = by_operator(*given), sequential(*(x.double() for x in given))
     close(got, [x.float() for x in want], 2 * CHUNK)
-
-
-def from_nothing(q, k, v, logs, _):
-    return emitted(lambda *given: gated_scan(*given, None), q, k, v, logs)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -158,9 +163,9 @@ def test_what_is_not_finite_stays_in_its_time_and_channel(which, bad):
         args = [x.clone() for x in given]
         args[which][:, 20:, channels] = bad
         runs = []
-        for scan, last in ((sequential, torch.zeros(2, K, V)), (from_nothing, None)):
+        for scan in (sequential, by_operator):
             leaves = [x.clone().requires_grad_() for x in args]
-            y, _ = scan(*leaves, last)
+            y, _ = scan(*leaves, torch.zeros(2, K, V))
             gradients = torch.autograd.grad(y[:, :20].sum(), leaves)
             runs.append([y.detach(), *(g[:, :20] for g in gradients)])
         for want, got in zip(*runs, strict=True):
