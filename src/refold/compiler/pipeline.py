@@ -24,6 +24,7 @@ from .notation.rules import Rule, apply_rules
 from .passes.absorb_skips import absorb_skips
 from .passes.contract_scans import contract_scans
 from .passes.difference_segment_sums import difference_segment_sums
+from .passes.fuse_chunked_deltas import fuse_chunked_deltas
 from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
 from .passes.merge_products import merge_products
 from .passes.multiply_out import multiply_out
@@ -74,6 +75,7 @@ PASSES: list[Pass] = [
     Pass("roll up loops", reroll_loops),
     Pass("contract scans", contract_scans, _BOTH),
     Pass("fuse chunked scans", fuse_chunked_scans, _BOTH),
+    Pass("fuse chunked delta rules", fuse_chunked_deltas, _BOTH),
     Pass("contract last states", contract_last_states, _BOTH),
     Pass("narrow scans", narrow_scans, _BOTH),
     Pass("absorb skips", absorb_skips, _BOTH),

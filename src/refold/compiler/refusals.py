@@ -122,8 +122,8 @@ REASONS = {
     ),
     "mixes-elements": (
         "an operation combines elements of the state, as a matrix product does",
-        "A matrix that is not diagonal couples elements: such recurrences run step by step. For a delta rule in "
-        "chunks, call refold.ops.delta_rule, or write its steps one after another.",
+        "A matrix that is not diagonal couples elements: such recurrences run step by step. A delta rule in chunks "
+        "is looked for afterwards, among the operations of the unrolled loop.",
     ),
     "mode": (
         "autocast or a function transform is active",

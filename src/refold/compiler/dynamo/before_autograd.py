@@ -256,7 +256,12 @@ class BeforeAutograd:
                     node,
                 )
             if (change := self._change(node)) is not None:
-                return because("in-place", "{} is changed in place", change, change.args[0])
+                if (written := self._written(node, inputs, roots)) is None:
+                    return because("in-place", "{} is changed in place", change, change.args[0])
+                stack.extend(written)
+                if not self._needs[node] and node in roots and any(self._needs[x] for x in written):
+                    return because("detached", "{} is detached, or computed without gradients", node)
+                continue
             example = node.meta.get("example_value")
             counts = isinstance(example, torch.Tensor) and not (example.is_floating_point() or example.is_complex())
             if not (self._needs[node] or counts) and any(self._needs[x] for x in node.all_input_nodes):
@@ -269,6 +274,22 @@ class BeforeAutograd:
             return None
         calls = [x for x in self.gm.graph.nodes if any(storages(y) & storages(node) for y in x.all_input_nodes)]
         return next(filter(writes, calls), calls[0])
+
+    def _written(self, node: Node, inputs: list[Node], roots: list[Node]) -> list[Node] | None:
+        """List values written to the memory of a node; None unless that happens between inputs and roots alone.
+
+        The original stays where it is, so that what else reads that memory finds it as before.
+        """
+        shared = storages(node) & self._changed
+        own = [x for x in self.gm.graph.nodes if storages(x) & shared]
+        calls = [x for x in self.gm.graph.nodes if any(storages(y) & shared for y in x.all_input_nodes)]
+        writers = [x for x in calls if writes(x)]
+        if own[0].op != "call_function" or set(inputs) & set(own):
+            return None
+        inner = any(x.op == "call_module" or isinstance(x.target, HigherOrderOperator) for x in calls)
+        if inner or any(self._order[x] > self._order[root] for x in writers for root in roots):
+            return None
+        return [y for x in writers for y in x.all_input_nodes if not storages(y) & shared]
 
     def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
         """Cut out what computed a node, as it was traced; None if Dynamo has no node for it."""

@@ -631,10 +631,14 @@ class Body(LoopVectorizer):
 def differentiable(graph: Graph) -> None:
     """Replace operations that autograd does not know by their equals that it knows."""
     for node in list(graph.nodes):
-        if getattr(node.target, "namespace", "") != "prims":
+        if getattr(node.target, "namespace", "") != "prims" and node.target is not aten.copy.default:
             continue
         with graph.inserting_before(node):
-            if node.target is prims.rev.default:
+            if node.target is aten.copy.default:  # the values of the second in the form of the first
+                like = node.meta["val"]
+                new = graph.call_function(aten._to_copy.default, node.args[1:2], {"dtype": like.dtype})
+                new = graph.call_function(aten.expand.default, (new, list(like.shape)))
+            elif node.target is prims.rev.default:
                 new = graph.call_function(aten.flip.default, node.args)
             elif node.target is prims.convert_element_type.default:
                 new = graph.call_function(aten._to_copy.default, node.args[:1], {"dtype": node.args[1]})

@@ -111,6 +111,8 @@ def lti_scan(emit: Builder, query: Node, key: Node, decay: Node, x: Node, initia
 def finite_part(emit: Builder, x: Node, time: int) -> tuple[Node, Node]:
     """Split values so that a product over all of a time axis can be causal: zeros of a matrix do not stop infinities.
 
+    Design decision 6.
+
     Returns:
         The values, with zeros for those that are not finite; and what is to be added to the product: NaN from the first
         value on that is not finite, zero before.
