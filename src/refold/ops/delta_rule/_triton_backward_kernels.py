@@ -702,7 +702,7 @@ def _delta_bwd_keyed_kernel(
         grad += diagonal(A)[:, None] * q_wide
     apart = offs_t[:, None] ^ offs_t[None, :]  # below 2^i where two tokens are in one block of so many
     triangle = offs_t[:, None] > offs_t[None, :] if LATER else offs_t[:, None] < offs_t[None, :]
-    ones = tl.where((A == A) | (A != A), 1.0, 0.0).to(dtype)  # in the registers of A, not in shared memory
+    ones = tl.full((CHUNK, CHUNK), 1.0, dtype)  # made of A, they stay in its registers, and sums were wrong (H200)
     A = tl.where(triangle, A, 0.0).to(dtype)
     B = tl.where(triangle, -B, 0.0).to(dtype)
     dg = _sums_over(tl.where(reaches, ones, 0.0).to(dtype), through, None, PRECISION)
