@@ -42,9 +42,13 @@ MOST = 40_000
 
 def fuse_chunked_deltas(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace delta rules in chunks: their outputs and their last states."""
-    if is_training(graph) or not any(map(_corrects, graph.nodes)):
+    if is_training(graph):
         return
-    for root in [node for node in graph.nodes if node.target in _VIEWS]:
+    below = set[Node]()
+    for node in graph.nodes:
+        if _corrects(node) or any(x in below for x in node.all_input_nodes):
+            below.add(node)
+    for root in [node for node in graph.nodes if node in below and node.target in _VIEWS]:
         if wanted(root.name) and (found := _read(root)) is not None:
             yield from _replace(found, wanted)
             sort_topologically(graph)
@@ -192,7 +196,7 @@ def _read(root: Node) -> _Rule | None:
     """Read outputs that are merged of chunks; None if they are no delta rule's."""
     x = arg(root, 0)
     time = _cut(root, x) if is_tensor(x) else None
-    if time is None or not value(root).is_floating_point() or time >= value(root).dim() - 1:
+    if not time or not value(root).is_floating_point() or time >= value(root).dim() - 1:  # rows come first
         return None
     region = _Region(x, time)
     if not region.complete or not any(map(_corrects, region.nodes)):
