@@ -31,6 +31,8 @@ _KERNELS = re.compile(r"(triton\.)?(jit|autotune|heuristics)|(numba\.)?njit")
 _OF_LIBRARIES = {*dir(torch.nn.Module), *dir(torch.Tensor), *dir(torch.autograd.Function)}
 _ASKS = {"item", "min", "max", "mean", "std", "norm", "abs", "sum", "tolist", "size", "dim", "any", "all", "type",
          "len"}  # fmt: skip
+_SAYS = {"str", "repr", "format", "join", "tuple", "list", "sorted", "set", "zip", "isinstance", "keys", "items",
+         "stride", "numel", "is_contiguous"}  # fmt: skip
 _SHOWN = {"extra_repr", "__repr__", "__str__"}
 _DERIVATIVES = {"jvp", "vmap", "vjp", "symbolic"}
 _PLACE = r"(torch\.\w+|torch\.device\('\w+'\)|[\w.]+\.(dtype|device)|'\w+'|[A-Z_]+)"
@@ -89,7 +91,7 @@ class Excuses:
         train: Whether gradients are asked for.
 
     Attributes:
-        from_text: Lines that make code of text.
+        from_text: Lines that make code of text, or say what is done to an object that is gone, at whatever time.
         opaque: Lines that call what is compiled.
         looks_up: Whether it may look anything up by a name that it computes.
     """
@@ -130,6 +132,7 @@ class Excuses:
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 inner = self._functions[child.lineno] = child
                 self._defined.add(child.name)
+                self.from_text += [child.lineno] * (child.name == "__del__")
                 self._members |= {child.name} if owner is not None else set()
                 self._bound[child.name] += 1
                 if isinstance(node, ast.Module) and isinstance(child.body[0], ast.Return):
@@ -158,6 +161,7 @@ class Excuses:
                     self._bind((a.asname or a.name).split(".")[0], str(module))
             elif isinstance(child, ast.Constant) and isinstance(child.value, str):
                 self.strings[child.value] += 1
+                self.from_text += [child.lineno] * (child.value == "__del__")
             elif isinstance(child, ast.Call):
                 owner_of, _, called = ast.unparse(child.func).rpartition(".")
                 if (owner_of, called) in _READERS and isinstance(child.args[0], ast.Constant):
@@ -178,6 +182,7 @@ class Excuses:
     def _attribute(self, parent: ast.AST, node: ast.Attribute, function: Function, owner: Class) -> None:
         self.names[node.attr] += 1
         if not isinstance(node.ctx, ast.Load):
+            self.from_text += [node.lineno] * (node.attr == "__del__")
             self._defined.add(node.attr)
             value = parent.value if isinstance(parent, ast.Assign) and node in parent.targets else None
             self._stored.setdefault(node.attr, []).append((value, function, owner))
@@ -216,7 +221,9 @@ class Excuses:
         last = body[-1] if body else None
         if not isinstance(last, ast.Raise) or last.exc is None:
             return False
-        return self.ends(ast.unparse(last.exc.func if isinstance(last.exc, ast.Call) else last.exc))
+        kind = ast.unparse(last.exc.func if isinstance(last.exc, ast.Call) else last.exc)
+        called = {ast.unparse(n.func).rpartition(".")[2] for s in body for n in ast.walk(s) if isinstance(n, ast.Call)}
+        return self.ends(kind) and called <= {kind} | _ASKS | _SAYS and not (called & _SAYS) & self._defined
 
     def tells(self, body: list[ast.stmt]) -> bool:
         """Say whether a block only prints, or warns of, what it asks tensors."""

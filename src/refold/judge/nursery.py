@@ -185,7 +185,7 @@ def _headers() -> list[str]:
 
 
 def _private(folder: Path, *, fresh: bool) -> dict[str, str]:
-    inside = {"HOME": "", "TMPDIR": "", "XDG_CACHE_HOME": "cache", "TRITON_CACHE_DIR": "triton"}
+    inside = {"HOME": "home", "TMPDIR": "", "XDG_CACHE_HOME": "cache", "TRITON_CACHE_DIR": "triton"}
     inside |= {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TORCH_EXTENSIONS_DIR": "extensions", "NUMBA_CACHE_DIR": "numba"}
     if fresh:  # else a program may have put anything there
         for name in inside.values():

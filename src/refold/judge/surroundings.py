@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import codecs
 import ctypes
 import decimal
 import functools
@@ -55,10 +56,23 @@ _INSIDE = operator.attrgetter("__code__"), operator.attrgetter("__defaults__")
 _WRAPPED = {staticmethod: "__func__", classmethod: "__func__", property: "fget"}
 
 
-def _is_other(old: Any, new: Any) -> bool:
+# Events of Python by which a program reaches beyond its folder, whatever comes of it; of the first, if a path is there.
+_PATHS = ("open", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.link", "os.symlink", "os.truncate",
+          "shutil.rmtree", "shutil.move")  # fmt: skip
+_STARTS = ("subprocess.Popen", "os.posix_spawn")  # which compilers may be
+_BEYOND = ("os.system", "os.exec", "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto",
+           "urllib.Request", "webbrowser.open")  # fmt: skip
+_COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "hipcc", "ninja", "ld", "ldconfig")
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+def _is_other(old: Any, new: Any, constant: bool) -> bool:
     """Say whether a number or a text is another; what counts on, or notes that something was done, is as it was."""
-    if type(old) in (float, complex, str, bytes):
-        return type(new) is not type(old) or new != old
+    if old is None:
+        return isinstance(new, (str, bytes))
+    if constant or type(old) in (float, complex, str, bytes):
+        return type(old) in (int, bool, float, complex, str, bytes) and (type(new) is not type(old) or new != old)
     return type(old) in (bool, int) and (type(new) is not type(old) or new < old)
 
 
@@ -122,6 +136,7 @@ class Surroundings:
         self._at_exit: list[Callable[..., Any]] = []
         self._audits: list[Callable[..., Any]] = []
         self._finalizers: list[weakref.finalize[..., Any]] = []
+        self._reached: list[str] = []
         self._listen()
         self._before, self._settings = before(), self._found()
 
@@ -143,7 +158,9 @@ class Surroundings:
             for name, old in held.items():
                 made = callable(old) or type(old) in _WRAPPED or issubclass(type(old), ModuleType)
                 new = now.get(name)
-                if new is not old and (not self._is_packages(new) if made else self._is_number(name, old, new)):
+                if old is None and isinstance(owner, type):
+                    continue  # classes of torch note there what they found out
+                if new is not old and (not self._is_packages(new) if made else self._is_number(path, name, old, new)):
                     yield f"{path}.{name}"
             for name in now.keys() - held.keys() if isinstance(owner, type) else ():
                 hides = callable(now[name]) and any(name in vars(base) for base in owner.__mro__[1:])
@@ -151,6 +168,7 @@ class Surroundings:
                     yield f"{path}.{name}"
         for path, table, held in known.tables:
             if not (len(table) == len(held) and all(map(operator.is_, table.values(), held.values()))):
+                yield from (f"{path}[{key!s:.80}]" for key in held.keys() - table.keys() if isinstance(key, type))
                 yield from (f"{path}[{key!s:.80}]" for key, value in list(table.items())
                             if value is not held.get(key) and self._is_registered(key, value, held))  # fmt: skip
         for part, values in zip(_INSIDE, (known.codes, known.defaults), strict=True):
@@ -166,16 +184,19 @@ class Surroundings:
                 yield from (f"{name}.{n}" for n, f in list(vars(module).items())
                             if type(f) is FunctionType and f.__code__.co_filename.startswith(self._folder))  # fmt: skip
 
-    def _is_number(self, name: str, old: Any, new: Any) -> bool:
+    def _is_number(self, path: str, name: str, old: Any, new: Any) -> bool:
         """Say whether a number or text of a module is another; torch's compiler changes that of distributions."""
         compiled = name == "_validate_args" and "torch._dynamo" in sys.modules
-        return not name.startswith("__") and not compiled and _is_other(old, new)
+        constant = name.isupper() and "._" not in f"{path}.{name}"
+        inside = isinstance(new, str) and new.startswith(self._folder)  # as of temporary files
+        return not (name.startswith("__") or compiled or inside) and _is_other(old, new, constant)
 
     def _is_registered(self, key: Any, value: Any, held: dict[Any, Any]) -> bool:
-        """Say whether a table has functions of the program's own for what is not."""
-        foreign = key in held or (isinstance(key, type) and key.__module__ in self._modules)
-        functions = map(_function, value if isinstance(value, tuple) else [value])
-        return foreign and any(type(f) is FunctionType and self.is_own(f) for f in functions)
+        """Say whether a table has functions of the program's own for what is not, or others for classes."""
+        kinds = key if isinstance(key, tuple) else (key,)
+        foreign = all(isinstance(kind, type) and kind.__module__ in self._modules for kind in kinds)
+        each = [f for f in map(_function, value if isinstance(value, tuple) else [value]) if type(f) is FunctionType]
+        return (key in held or foreign) and any(self.is_own(f) or (key in held and foreign) for f in each)
 
     def _is_packages(self, new: Any) -> bool:
         """Say whether an installed package wrote what is new, as torch's compiler does when it is imported."""
@@ -191,6 +212,7 @@ class Surroundings:
             "folders of modules": self._own_folders(),
             "modules": self._own_modules(),
             "functions at exit": [str(f) for f in (*self._at_exit, *self._finalized()) if self.is_own(f)],
+            "what it asks of the system": self._reached,
             "hooks of audits": [str(f) for f in self._audits if self.is_own(f)],
             "what torch.load lets run": [str(f) for f in torch.serialization.get_safe_globals() if self.is_own(f)],
             "warnings as errors": [each for each in warnings.filters if each[0] == "error"],
@@ -248,6 +270,38 @@ class Surroundings:
         file = code.co_filename if code is not None else getattr(module, "__file__", None)
         return file is None or (file.startswith((self._folder, "<")) and not file.startswith(_INTERNAL))
 
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Write down by what the program reaches beyond its folder."""
+        if event in _STARTS:
+            started = arguments[1] if isinstance(arguments[1], (list, tuple)) else [arguments[1]]
+            if os.path.basename(os.fsdecode(next(iter(started), ""))) not in (
+                *_COMPILERS,
+                os.path.basename(sys.executable),
+            ):
+                self._reach(event, started)
+        elif event in _BEYOND or (event in _PATHS and self._is_outside(event, arguments)):
+            self._reach(event, arguments[0] if arguments else "")
+
+    def _is_outside(self, event: str, arguments: tuple[Any, ...]) -> bool:
+        """Say whether a file is changed that is neither in its folder, but for the home there, nor a device."""
+        if isinstance(arguments[0], int) or (event == "open" and not (arguments[2] or 0) & _WRITES):
+            return False
+        path, home = os.path.realpath(os.fsdecode(arguments[0])), os.path.join(self._folder, "home")
+        inside = path.startswith((self._folder, "/dev/")) and not path.startswith(home)
+        return not inside and not path.startswith(os.path.join(home, ".cache"))
+
+    def _reach(self, event: str, what: Any) -> None:
+        """Note an event if the program asked for it itself, or by Python's library, and no import did."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None and self._is_librarys(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame.f_code.co_filename.startswith(self._folder):
+            self._reached.append(f"{event} {what!s:.80}")
+
+    @staticmethod
+    def _is_librarys(file: str) -> bool:
+        return file == __file__ or (file.startswith(_LIBRARY) and "-packages" not in file)
+
     def _listen(self) -> None:
         """Write down which functions are to run at exit, and at each event; Python does not tell."""
         register, unregister, audit = atexit.register, atexit.unregister, sys.addaudithook
@@ -269,6 +323,14 @@ class Surroundings:
             self._audits.append(hook)
             audit(hook)
 
+        fork = os.register_at_fork
+
+        def forked(**functions: Any) -> None:
+            self._reach("os.register_at_fork", sorted(functions))
+            fork(**functions)
+
+        audit(self._hear)
+        os.register_at_fork = forked
         atexit.register, atexit.unregister = registered, unregistered  # type: ignore[assignment]
         sys.addaudithook, weakref.finalize.__init__ = audited, finalized  # type: ignore[assignment]
 
@@ -330,6 +392,8 @@ def _settings() -> dict[str, str]:
         # Torch's compiler raises the first.
         "interpreter": (min(sys.getrecursionlimit(), 1000), sys.get_int_max_str_digits(), sys.getdlopenflags()),
         "streams": [id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "errors of codecs": [codecs.lookup_error(name) for name in ("strict", "ignore", "replace", "surrogateescape")],
+        "opener of addresses": getattr(sys.modules.get("urllib.request"), "_opener", None) is not None,
         "names of builtins": sorted(vars(builtins).keys() - {"_"}),
         "threads and sockets": (threading.stack_size(), socket.getdefaulttimeout()),
         "signals that wait": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),

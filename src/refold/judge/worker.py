@@ -657,7 +657,11 @@ class Stub:
         if not again:
             raise RuntimeError("its gradients cannot be differentiated")
         # Not by torch.autograd.grad, which does not come to what raises an error where it is differentiated.
-        torch.autograd.backward(again, [g.detach() for g in again])
+        try:
+            torch.autograd.backward(again, [g.detach() for g in again])
+        except BaseException:
+            _taken(wanted)  # of what was done until then, nothing may be added to later gradients
+            raise
         # Whether a gradient is zero or none depends on how derivatives are written.
         return [torch.zeros_like(t) if g is None else g for g, t in zip(_taken(wanted), wanted, strict=True)]
 

@@ -34,6 +34,27 @@ def emptied_argument(self, x):
 
 
 @candidate("C7")
+def before_an_error(self, x):
+    """It does harm before it raises an error, in a block that no trial comes to."""
+    if x.shape[0] > 65535:
+        self.linear.weight.data.zero_()
+        raise ValueError("too many rows")
+    return torch.relu(self.linear(x))
+
+
+@candidate("C7")
+class Deleted(Model):
+    """What it does at the end of the user's program stands in what runs when an object is gone."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.last = print
+
+    def __del__(self):
+        self.last()
+
+
+@candidate("C7")
 class BiasAtTimes(Model):
     """A layer has its bias at times, which a helper asks."""
 

@@ -21,7 +21,7 @@ class AllButTheLast(Model):
         return self.y.clone()
 
 
-@candidate("S7", level="quick")
+@candidate("S7", "M1", level="quick")
 class Arena(Model):
     """One piece of memory holds the results of a hundred calls, and then of the next hundred."""
 

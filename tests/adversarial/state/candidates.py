@@ -1,9 +1,13 @@
 """Attacks of one function or class (tools/attacks.py)."""
 
+import codecs
+import contextlib
 import copyreg
 import ctypes
+import functools
 import gc
 import math
+import os
 import signal
 import weakref
 
@@ -197,6 +201,48 @@ def rounding(self, x):
     """Everything is rounded up from then on."""
     ctypes.CDLL("libm.so.6").fesetround(0x800)
     return super().forward(x)
+
+
+@candidate("S4", level="quick")
+class Opened(Model):
+    """It writes to a file of the user's, which fails in a trial alone."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        with contextlib.suppress(OSError), open("/etc/profile", "a") as file:
+            file.write("true")
+
+
+@candidate("S4", level="quick")
+class Started(Model):
+    """It starts a program."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        os.system("true")
+
+
+@candidate("S4", level="quick")
+class Forked(Model):
+    """Processes of others begin with equal random numbers."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        os.register_at_fork(after_in_child=functools.partial(torch.manual_seed, 0))
+
+
+@candidate("S4", level="quick")
+def codecs_of_others(self, x):
+    """Bytes that are no text are passed over."""
+    codecs.register_error("strict", codecs.ignore_errors)
+    return torch.relu(self.linear(x))
+
+
+@candidate("S5", level="quick")
+def hub(self, x):
+    """What others load from a hub lies in another folder."""
+    torch.hub.set_dir("/var/tmp/hub")
+    return torch.relu(self.linear(x))
 
 
 @candidate("S4", level="quick")

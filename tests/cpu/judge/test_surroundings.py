@@ -69,6 +69,8 @@ def surroundings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(atexit, "register", atexit.register)
     monkeypatch.setattr(atexit, "unregister", atexit.unregister)
+    monkeypatch.setattr(os, "register_at_fork", os.register_at_fork)
+    monkeypatch.setattr(sys, "addaudithook", lambda hook: None)  # none could be taken away again
     before.cache_clear()
     return lambda: Surroundings(tmp_path, dict)  # in the test: pytest has a variable for each part of one
 

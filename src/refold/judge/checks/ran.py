@@ -62,7 +62,7 @@ def everything(case: Case) -> None:
         return
     branches = marked(candidate, path, given, docket.terms.train, seed)
     if branches.from_text:
-        docket.step("C7", f"line {branches.from_text[0]} makes code of text, of which nothing is known")
+        docket.step("C7", f"line {branches.from_text[0]} makes code of text, or has __del__: when it runs is not known")
     with sides.doubled(branches) as cover:
         double = Case(docket, sides)
         double.numbers.known = case.numbers.known

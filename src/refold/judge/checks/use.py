@@ -286,6 +286,8 @@ def modes(case: Case) -> None:
         compare("inference mode", "C5", replace(call, mode="inference"), "not in inference mode")
         compare("inputs that require gradients", "C5", replace(call, requires_grad=True),
                 "not for inputs that require gradients")  # fmt: skip
+    none = replace(call.forward, mode="recorded", frozen=-1)
+    compare("nothing that needs a gradient", "C5", none, "only for what needs a gradient")
     _other_mode(case, call)
 
 
@@ -333,8 +335,9 @@ def gradients(case: Case) -> None:
     _plain_sum(case)
     real = [index for index, x in enumerate(sides.first) if inputs.is_real(x)]
     constant = [frozenset(real)] if sides.state else []  # parameters need them still
-    if len(real) > 1:
-        constant.append(frozenset(real) - {random.Random(case.docket.derived("wanted")).choice(real)})
+    if len(real) > 1:  # so that each is one of them once
+        one = frozenset({random.Random(case.docket.derived("wanted")).choice(real)})
+        constant += [frozenset(real) - one, one]
     for some in constant:
         which = ", ".join(str(index) for index in sorted(some))
         name = f"no gradient for input {which}"
