@@ -205,6 +205,13 @@ def keys_changed_in_place(x, a, B, C):
     return Listing()(x, a, B, C)[0]
 
 
+def decays_changed_later(x, a, B, C):
+    a = a * 1
+    y = Listing()(x, a, B, C)[0]
+    a.add_(1)
+    return y + a.mean()
+
+
 def detached_values(x, a, B, C):
     return Listing()(x.detach(), a, B, C)[0] + x
 
@@ -213,8 +220,14 @@ STAYS = {
     detached_decays: ("detached", "detach"),
     detached_values: ("detached", "`x.detach()`"),
     decays_without_gradients: ("detached", "`total`"),
-    keys_changed_in_place: ("in-place", "`B` is changed in place: `B.mul_(2)`"),
+    decays_changed_later: ("in-place", "`a` is changed in place: `a.add_(1)`"),
 }
+
+
+def test_what_is_written_before_it_is_read_is_no_reason():
+    entry, error = trained(softplus(keys_changed_in_place), *differentiable(*inputs()))
+    assert SCAN in names(entry)
+    assert error < 8
 
 
 @pytest.mark.parametrize(("fn", "why"), STAYS.items(), ids=lambda x: getattr(x, "__name__", ""))
