@@ -7,6 +7,7 @@ import copyreg
 import ctypes
 import decimal
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -26,6 +27,14 @@ from refold.judge.surroundings import Surroundings, before
 
 pytestmark = pytest.mark.rows(3)
 FINDER = type("Finder", (), {"find_spec": staticmethod(lambda name, path=None, target=None: None), "__module__": "x"})
+
+
+@pytest.fixture(autouse=True)
+def _without_collections():
+    """Hypothesis, which other tests of this process may have imported, counts their time in its modules."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @contextlib.contextmanager

@@ -40,8 +40,8 @@ def test_the_language_is_replaced_once_a_launch_and_given_back(monkeypatch):
         assert tl.range is own
         counts.append(replaced.count(tl.tensor))
         replaced.clear()
-    # Once for the kernel; in the first launch, also for the module of `sum`, whose names stay replaced.
-    assert counts == [2, 1]
+    # Once for the kernel; in the first launch of the process, also for the module of `sum`, whose names stay replaced.
+    assert counts in ([2, 1], [1, 1])
 
 
 def test_other_names_are_left_alone(monkeypatch):

@@ -189,7 +189,7 @@ def _in_a_row(values: _Values, graph: Graph, state: Node, new: Node) -> RankOne:
         if rule is not None and not rule.early and rule.under is None:
             rules.append(rule)
             start = node
-    if start is not new or len({rule.n for rule in rules}) > 1:
+    if not rules or start is not new or len({rule.n for rule in rules}) > 1:
         raise _Other
     return replace(rules[-1], state=state, earlier=tuple(rules[:-1]))
 
