@@ -153,6 +153,8 @@ class BeforeAutograd:
         self.refused: dict[str, Refusal] = {}
         self.notes: list[str] = []
         self._changed = changed_in_place(gm, cautious=True)
+        self._memory = {node: frozenset(storages(node)) for node in gm.graph.nodes}
+        self._given: dict[frozenset[Any], list[Node]] = {}  # calls that are given something in this memory
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
         # Whether each value has a gradient, which takes another run of the graph to see.
         self._graph, named, self._constants, self._needs = _trace(gm, gradients=training and not known)
@@ -270,26 +272,33 @@ class BeforeAutograd:
 
     def _change(self, node: Node) -> Node | None:
         """Find a node that may change a node's memory in place."""
-        if not storages(node) & self._changed:
+        if not self._memory[node] & self._changed:
             return None
-        calls = [x for x in self.gm.graph.nodes if any(storages(y) & storages(node) for y in x.all_input_nodes)]
+        calls = self._calls(self._memory[node])
         return next(filter(writes, calls), calls[0])
+
+    def _calls(self, memory: frozenset[Any]) -> list[Node]:
+        """List calls that are given something in this memory; the graph is searched once for it."""
+        if memory not in self._given:
+            nodes = self.gm.graph.nodes
+            self._given[memory] = [x for x in nodes if any(self._memory[y] & memory for y in x.all_input_nodes)]
+        return self._given[memory]
 
     def _written(self, node: Node, inputs: list[Node], roots: list[Node]) -> list[Node] | None:
         """List values written to the memory of a node; None unless that happens between inputs and roots alone.
 
         The original stays where it is, so that what else reads that memory finds it as before.
         """
-        shared = storages(node) & self._changed
-        own = [x for x in self.gm.graph.nodes if storages(x) & shared]
-        calls = [x for x in self.gm.graph.nodes if any(storages(y) & shared for y in x.all_input_nodes)]
+        shared = self._memory[node] & self._changed
+        own = [x for x, memory in self._memory.items() if memory & shared]
+        calls = self._calls(shared)
         writers = [x for x in calls if writes(x)]
         if own[0].op != "call_function" or set(inputs) & set(own):
             return None
         inner = any(x.op == "call_module" or isinstance(x.target, HigherOrderOperator) for x in calls)
         if inner or any(self._order[x] > self._order[root] for x in writers for root in roots):
             return None
-        return [y for x in writers for y in x.all_input_nodes if not storages(y) & shared]
+        return [y for x in writers for y in x.all_input_nodes if not self._memory[y] & shared]
 
     def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
         """Cut out what computed a node, as it was traced; None if Dynamo has no node for it."""
