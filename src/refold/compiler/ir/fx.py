@@ -17,6 +17,9 @@ aten = torch.ops.aten
 # Conversions to another dtype, and the dtypes of 16 bits.
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 HALF = (torch.bfloat16, torch.float16)
+# Sums of two tensors, and what gives the elements of a tensor another shape.
+SUMS = (aten.add.Tensor, aten.sub.Tensor)
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 Size = int | torch.SymInt
 

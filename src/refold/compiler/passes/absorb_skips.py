@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 
 from ..ir.builder import Builder, between, sort_topologically, upstream
 from ..ir.contract import Operand, lay_out, multiply, operand
-from ..ir.fx import HALF, arg, is_tensor, is_training, value
+from ..ir.fx import HALF, SUMS, arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, expand, index
 from ..ir.operators import HEADS
 from ..ir.rewrite import Rewrite, replace_node
@@ -130,7 +130,7 @@ def _followed(y: Node, labels: tuple[Label, ...]) -> tuple[Node, tuple[Label, ..
     filled: tuple[Label, Label] | None = None
     while len(y.users) == 1:
         (user,) = y.users
-        if user.target in (aten.add.Tensor, aten.sub.Tensor):
+        if user.target in SUMS:
             return y, labels, filled
         moved: tuple[Label, ...] | None = None
         if is_view(user) and user.target is not aten.detach.default:

@@ -26,15 +26,13 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, is_constant, sort_topologically
-from ..ir.fx import arg, is_tensor, is_training, value
+from ..ir.fx import RESHAPES, SUMS, arg, is_tensor, is_training, value
 from ..ir.operators import RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
 from ..recurrence.duality import FORGETS
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _CONVERT = torch.ops.prims.convert_element_type.default
 MOST = 40_000
 """How many nodes may lie between operands and outputs: some dozens for each chunk."""
@@ -48,7 +46,7 @@ def fuse_chunked_deltas(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
     for node in graph.nodes:
         if _corrects(node) or any(x in below for x in node.all_input_nodes):
             below.add(node)
-    for root in [node for node in graph.nodes if node in below and node.target in _VIEWS]:
+    for root in [node for node in graph.nodes if node in below and node.target in RESHAPES]:
         if wanted(root.name) and (found := _read(root)) is not None:
             yield from _replace(found, wanted)
             sort_topologically(graph)
@@ -145,7 +143,7 @@ class _Region:
             node = stack.pop()
             if node in self.nodes or node in cuts or node.op != "call_function":
                 continue
-            source = arg(node, 0) if node.target in _VIEWS else None
+            source = arg(node, 0) if node.target in RESHAPES else None
             axis = None if source is None else _cut(source, node, chunks)
             if axis is not None:
                 last = value(source).dim() == rank  # type: ignore[arg-type]
@@ -157,6 +155,10 @@ class _Region:
         self.complete = not stack
         self.cuts = cuts
         self.operands = list({operand.node: operand for operand in cuts.values()}.values())
+
+    def pieces(self, part: _Operand) -> list[Node]:
+        """Return the nodes that cut an operand."""
+        return [node for node, operand in self.cuts.items() if operand.node is part.node]
 
     @cached_property
     def reached(self) -> dict[Node, set[Node]]:
@@ -175,7 +177,7 @@ class _Region:
         size = [value(k.node).shape[-1], value(v.node).shape[-1]]
         return [
             node for node, read in self.reached.items()
-            if node.target in _SUMS and value(node).dim() == value(k.node).dim() and {k.node, v.node} <= read
+            if node.target in SUMS and value(node).dim() == value(k.node).dim() and {k.node, v.node} <= read
             and q.node not in read and list(value(node).shape[-2:]) == size
         ]  # fmt: skip
 
@@ -249,12 +251,12 @@ def _fit(root: Node, q: _Operand, k: _Operand, v: _Operand) -> bool:
 
 def _scale(q: _Operand, region: _Region) -> float:
     """Return the number that queries are multiplied by in chunks, before anything else is done with them."""
-    readers, scale = [node for node, operand in region.cuts.items() if operand.node is q.node], 1.0
+    readers, scale = region.pieces(q), 1.0
     while len(readers) == 1:
         (node,) = readers
         if node.target is aten.mul.Tensor and isinstance(node.args[1], int | float):
             scale *= node.args[1]
-        elif not (is_view(node) or node.target in (_CONVERT, aten.clone.default)):
+        elif not (is_view(node) or node.target is _CONVERT):
             break
         readers = list(node.users)
     return float(scale)
@@ -262,12 +264,12 @@ def _scale(q: _Operand, region: _Region) -> float:
 
 def _is_summed(part: _Operand, region: _Region) -> bool:
     """Tell whether sums of an operand are taken in each chunk, as of log decays."""
-    stack = [node for node, operand in region.cuts.items() if operand.node is part.node]
+    stack = region.pieces(part)
     while stack:
         for user in stack.pop().users:
             if user.target is aten.cumsum.default:
                 return True
-            if is_view(user) or user.target in (_CONVERT, aten.clone.default):
+            if is_view(user) or user.target is _CONVERT:  # copies are views here
                 stack.append(user)
     return False
 
@@ -294,10 +296,9 @@ def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
         "initial_state": None,
     }  # fmt: skip
     if rule.initial is not None:
-        rows, heads = value(given["k"]).shape[::2][:2]  # type: ignore[arg-type]
-        given["initial_state"] = build.dense(
-            build.reshape(rule.initial, [rows, heads, *value(rule.initial).shape[-2:]])
-        )
+        rows, _, heads, _ = value(given["k"]).shape  # type: ignore[arg-type]
+        start = build.reshape(rule.initial, [rows, heads, *value(rule.initial).shape[-2:]])
+        given["initial_state"] = build.dense(start)
     result = build.call(RANK_ONE.target, *RANK_ONE.args(**given, scale=rule.scale))
     y, last = (build.call(getitem, result, i) for i in (0, 1))
     rows, tokens, heads, p = value(y).shape

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import is_pointwise, is_tensor, known, value
+from ..ir.fx import SUMS, is_pointwise, is_tensor, known, value
 from ..ir.moves import Copy, Expand, Slice, View, read, shape_of
 from ..ir.operators import SCAN
 from ..ir.source import expression, name_of
@@ -245,7 +245,7 @@ class StepAlgebra:
             raise NotALoop("complex-as-real", f"`{expression(node)}` of {loop.name} is another view of its numbers")
         if not is_pointwise(target):
             raise NotALoop("mixes-elements", f"`{expression(node)}` mixes elements of {loop.name}")
-        if target in (aten.add.Tensor, aten.sub.Tensor):
+        if target in SUMS:
             a, b = operands[:2]  # the factor may be the third
             alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
             return self._plus(a, b if alpha == 1 else self._scaled(b, Value(alpha), loop), loop)
@@ -285,7 +285,7 @@ class StepAlgebra:
         if target in _BOUNDS:
             for bound in self._limits(node, leaves, rest, mine) if alone and not node.kwargs else [None]:
                 found = self._within(found, bound, node) if found is not None and bound is not None else None
-        elif alone and target in (aten.add.Tensor, aten.sub.Tensor):
+        elif alone and target in SUMS:
             a, b = operands[:2]  # the factor may be the third
             alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
             own, by = (mine, self._scaled(b, Value(alpha), loop)) if mine is a else (self._times(mine, alpha), a)

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import downstream
-from ..ir.fx import CASTS, is_tensor, value
+from ..ir.fx import CASTS, SUMS, is_tensor, value
 from ..ir.index import Factor, Product, expand, index, leaf, matmul_product, sum_product
 from ..ir.symbols import Label, resolve, unify
 
@@ -33,7 +33,6 @@ aten = torch.ops.aten
 IDENTITY = "identity"
 """In the metadata of what a step reads: that it is an identity matrix, or a batch of these."""
 
-_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
 _COPIES = (aten.clone.default, aten.alias.default)
 _WRITTEN = -1
@@ -182,7 +181,7 @@ def _in_a_row(values: _Values, graph: Graph, state: Node, new: Node) -> RankOne:
     """Read a step as several delta rules, each of what the one before it leaves."""
     rules, start, dependent = list[RankOne](), state, downstream(state)
     for node in graph.nodes:
-        between = node is new or (node in dependent and node.target in _SUMS)
+        between = node is new or (node in dependent and node.target in SUMS)
         if not between or value(node).shape != value(state).shape:
             continue
         rule = _read(values, start, node, dependent)
@@ -251,7 +250,7 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node], depth: 
 
     def opened(node: Node) -> Product | None:
         found: Product | None = None
-        if node is state or (node in dependent and node.target in _SUMS):
+        if node is state or (node in dependent and node.target in SUMS):
             return None
         if node in dependent and node.target is aten.sum.dim_IntList:
             found = sum_product(node)
@@ -268,7 +267,7 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node], depth: 
         yield product
         return
     total = totals[0]
-    if len(held) > 1 or total.pending or total.node.target not in _SUMS or depth == _DEPTH:
+    if len(held) > 1 or total.pending or total.node.target not in SUMS or depth == _DEPTH:
         raise _Other
     sides, rest = total.node.args[:2], tuple(factor for factor in product.factors if factor is not total)
     number = total.node.kwargs.get("alpha", 1)
@@ -288,7 +287,7 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node], depth: 
 
 def _adds_a_diagonal(factor: Factor) -> bool:
     """Tell whether a factor is the sum of a diagonal matrix and something."""
-    sides = factor.node.args[:2] if factor.node.target in _SUMS else ()
+    sides = factor.node.args[:2] if factor.node.target in SUMS else ()
     products = [index(side) for side in sides if isinstance(side, Node) and is_tensor(side)]
     return any(_diagonal(part) is not None for product in products for part in product.factors)
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import value
+from ..ir.fx import SUMS, value
 from ..ir.index import Factor, Product, expand, index, matmul_product, sum_product
 from ..ir.symbols import resolve
 
@@ -168,16 +168,13 @@ class ScanStates:
         rank = len(self.shape)
         if node is self.after:
             return (1, 0, *range(2, rank))
-        if node is self.before or (node.target in _SUMS and list(value(node).shape) == self.shape):
+        if node is self.before or (node.target in SUMS and list(value(node).shape) == self.shape):
             return tuple(range(rank))
         return None
 
     def without_ones(self, node: Node) -> tuple[int | None, ...]:
         """Do the same as factors have it: an axis of size one runs along none."""
         return tuple(place if self.shape[place] != 1 else None for place in self.state_axes(node) or ())
-
-
-_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def find_readout(emit: Builder, node: Node, states: ScanStates) -> Readout | None:
@@ -247,7 +244,7 @@ def _multiplied_out(
     emit: Builder, scale: float, factors: list[Placed], states: ScanStates
 ) -> list[tuple[float, list[Placed]]] | None:
     """Turn a product of sums that hold the states into a sum of products."""
-    total = next((term for term in factors if term.node in states.dependent and term.node.target in _SUMS), None)
+    total = next((term for term in factors if term.node in states.dependent and term.node.target in SUMS), None)
     if total is None:
         return [(scale, factors)]
     sides, others = total.node.args, [term for term in factors if term is not total]

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
-from ..ir.fx import concrete, is_zero, value
+from ..ir.fx import RESHAPES, concrete, is_zero, value
 from ..ir.metadata import refresh
 from ..ir.operators import CONTRACTED, HEADS, RANK_ONE, SCAN
 from ..ir.rewrite import Rewrite, replace_node
@@ -30,7 +30,6 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 SCANS = {scan.target for scan in (SCAN, CONTRACTED, HEADS, RANK_ONE)}
 _CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 Join = Callable[[Reroller, Node], Node]
 WHY = "its steps run one after another, each operation in a launch of its own"
@@ -52,7 +51,7 @@ def replace_reader(
         def copy(node: Any) -> Node:
             if node not in copies:
                 args = map_arg(node.args, lambda x: copy(x) if x in between else x)
-                if node.target in _RESHAPES:  # the states may lie in memory otherwise
+                if node.target in RESHAPES:  # the states may lie in memory otherwise
                     copies[node] = reroller.emit.reshape(args[0], value(node).shape)
                 else:
                     copies[node] = reroller.emit.call(node.target, *args, **node.kwargs)
