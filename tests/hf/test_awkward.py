@@ -182,6 +182,7 @@ CHANGES = {
     "attention": lambda m: m.set_attn_implementation("eager"),
     "frozen": lambda m: m.requires_grad_(False),
     "moved": lambda m: m.cpu(),
+    "settings": lambda m: [vars(x).update(variance_epsilon=0.5) for x in m.modules() if hasattr(x, "variance_epsilon")],
 }
 
 

@@ -231,6 +231,9 @@ CHANGES = {
     "forward": lambda model: setattr(model.lm_head, "forward", lambda x: x[..., :1] * torch.ones(VOCAB)),
     "hook": lambda model: model.lm_head.register_forward_hook(lambda module, args, out: out * 2),
     "training": lambda model: model.train(),
+    "configuration": lambda model: setattr(model.config, "logits_scaling", 3.0),
+    "factor": lambda model: setattr(model.model.layers[0], "residual_multiplier", 2.0),
+    "eps": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
     "bias": lambda model: setattr(model.lm_head, "bias", torch.nn.Parameter(torch.arange(float(VOCAB)))),
 }
 
@@ -238,11 +241,13 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_never_runs_a_stale_graph(change):
     model, plain, summary = pair("granitemoehybrid", num_local_experts=0)
-    prompt, ids = ids_of(1, 4), ids_of(1, 5)
+    prompt, first, ids = ids_of(1, 4), ids_of(1, 7), ids_of(1, 5)
     kept, expected = read(model, prompt), read(plain, prompt)
-    one_by_one(model, ids, kept)
-    one_by_one(plain, ids, expected)
-    assert replayed(summary)
+    one_by_one(model, first, kept)
+    one_by_one(plain, first, expected)
+    (step,) = summary.graphs[0].steps.values()
+    assert step.replay is not None  # and it has room for all tokens
+    assert step.capacity >= step.length + ids.shape[1]
     for each in (model, plain):
         torch.manual_seed(0)
         CHANGES[change](each)
@@ -250,6 +255,42 @@ def test_a_changed_model_never_runs_a_stale_graph(change):
         kept, expected = read(model, prompt), read(plain, prompt)
     found = one_by_one(model, ids, kept)
     torch.testing.assert_close(found, one_by_one(plain, ids, expected), rtol=1e-4, atol=1e-4)
+
+
+OTHER = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.5, str: lambda v: f"{v}s"}
+
+
+def places_of(value, name):
+    """Yield the settings below a place: what holds each, and its name there."""
+    found = value[name]
+    for place in found if isinstance(found, dict) else range(len(found)) if isinstance(found, list) else ():
+        yield from places_of(found, place)
+    if type(found) in OTHER:
+        yield value, name
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "falcon_h1"])
+def test_every_setting_that_changes_is_seen(name):
+    model = make(name).eval()
+    model.config.nested = {"list": [1, {"deep": 2.0}]}
+    snapshot = graphs.Snapshot(model)
+    tables = [vars(module) for module in model.modules()] + [vars(model.config)]
+    own = set(vars(torch.nn.Module())) - {"training"}
+    places = [place for table in tables for name in table if name not in own for place in places_of(table, name)]
+    assert len(places) > 100
+    for holder, key in places:
+        before = holder[key]
+        holder[key] = OTHER[type(before)](before)
+        assert not snapshot.holds(), key
+        holder[key] = type(before)(before)
+        assert snapshot.holds(), key
+    for value in (torch.ones(3), torch.ones(3).numpy()):
+        model.config.nested = value
+        assert not snapshot.holds()
+    del model.config.nested
+    assert not snapshot.holds()
+    model.config.others = {}
+    assert not snapshot.holds()
 
 
 def test_memory_is_given_back():

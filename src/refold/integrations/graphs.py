@@ -47,10 +47,12 @@ KEPT = 4
 _STATES = ("conv_states", "recurrent_states")
 _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
 _IDLE = (attention.__name__, documents.__name__, "transformers.utils.output_capturing")
+_COMMON = frozenset(vars(nn.Module())) - {"training"}
+"""What every module holds besides its settings."""
 
 
 class Snapshot:
-    """What a graph relies on in a model: its modules, their hooks, and where parameters and buffers lie."""
+    """What a graph relies on in a model: its modules, hooks and settings, and where parameters and buffers lie."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
@@ -62,22 +64,27 @@ class Snapshot:
         self.hooks = [table for table in hooks if table]
         self.held = [*chain.from_iterable(map(dict.values, self.filled))]
         self.tensors = [tensor for tensor in self.held if isinstance(tensor, Tensor)]
-        self.seen = self._look()
+        self.tables = _tables(self.fields)
+        self.settings = _settings(self.tables)
+        self.seen = _copied(self._look())
 
     def _look(self) -> tuple[Any, ...]:
         return (
             [*map(type, self.modules)],
-            [*map(len, self.fields)],
+            [*map(len, self.tables)],
             [*map(len, self.hooks)],
             sum(map(len, self.filled)),
             [*map(Tensor.data_ptr, self.tensors)],
-            [*map(itemgetter("training"), self.fields)],
+            [[*map(read, tables)] for read, tables in self.settings],
         )
 
     def holds(self) -> bool:
         """Whether nothing has changed since; values of weights may have."""
         found = chain.from_iterable(map(dict.values, self.filled))
-        return not any(self.empty) and self.seen == self._look() and all(map(is_, found, self.held))
+        try:
+            return not any(self.empty) and self.seen == self._look() and all(map(is_, found, self.held))
+        except (KeyError, RuntimeError, ValueError):  # a setting is gone, or is an array, which is not equal or unequal
+            return False
 
     def refusal(self) -> str | None:
         """Say why no graph may run this model; None if one may."""
@@ -561,6 +568,31 @@ def _attends(layer: Any) -> bool:
 def _length(held: Any) -> int | None:
     """Give how many tokens attention has read; None without such layers."""
     return next((layer.keys.shape[2] for layer in held.layers if _attends(layer)), None)
+
+
+def _tables(fields: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give the dictionaries of modules, and those of the configurations that they hold."""
+    tables, seen = list(fields), set[int]()
+    for table in tables:
+        configs = {id(value): vars(value) for value in table.values() if hasattr(type(value), "model_type")}
+        tables += [configs[key] for key in configs.keys() - seen]
+        seen |= configs.keys()
+    return tables
+
+
+def _settings(tables: list[dict[str, Any]]) -> list[tuple[Callable[[Any], Any], list[dict[str, Any]]]]:
+    """Give what reads settings, and the dictionaries that have those."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for table in tables:
+        groups.setdefault(tuple(name for name in table if name not in _COMMON), []).append(table)
+    return [(itemgetter(*names), found) for names, found in groups.items()]
+
+
+def _copied(value: Any) -> Any:
+    """Copy lists and dictionaries, so that what is changed within them differs from the copy."""
+    if type(value) is dict:
+        return {name: _copied(one) for name, one in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value
 
 
 def _idle(hook: Any) -> bool:
