@@ -464,3 +464,16 @@ def test_roundings_of_equal_terms_may_add_up():
 
     assert [passes(kind, sequential) for kind in ("normal", "repeated", "constant rows")] == [False, True, True]
     assert not any(passes(kind, halved) for kind in ("normal", "repeated", "constant rows"))
+
+
+def test_numbers_below_the_normal_ones_have_few_digits():
+    """A factor may multiply the rounding of an exponential there, where the original adds many that are rounded."""
+    x, w = torch.tensor([-1e5, -96.8, -1e6]), torch.randn(32, generator=torch.Generator().manual_seed(0))
+
+    exact, original = (torch.exp(x.to(dtype)[:, None] + w).sum(-1) for dtype in (torch.float64, torch.float32))
+
+    def passes(y):
+        return results.judged("huge", exact, original, y, numerics.Errors(), 32).passed
+
+    assert passes(x.exp() * w.exp().sum())
+    assert not passes(original + 2.0**-126)
