@@ -17,9 +17,10 @@ aten = torch.ops.aten
 # Conversions to another dtype, and the dtypes of 16 bits.
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 HALF = (torch.bfloat16, torch.float16)
-# Sums of two tensors, and what gives the elements of a tensor another shape.
+# Sums of two tensors; what gives the elements of a tensor another shape, where they lie or wherever.
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+RESHAPES = (*VIEWS, aten.reshape.default)
 
 Size = int | torch.SymInt
 

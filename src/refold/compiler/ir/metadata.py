@@ -17,11 +17,10 @@ from torch.fx.node import map_arg
 
 from ..private import HigherOrderOperator, tree_leaves
 from .builder import Builder, same_strides
-from .fx import value
+from .fx import VIEWS, value
 
 aten = torch.ops.aten
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -119,7 +118,7 @@ def _computed(node: Node) -> Any:
     try:
         return evaluated(node)
     except (RuntimeError, ValueError):
-        if node.target not in _VIEWS:
+        if node.target not in VIEWS:
             raise
     source: Any = node.args[0]
     dense = Builder(node).call(aten.clone.default, source, memory_format=torch.contiguous_format)

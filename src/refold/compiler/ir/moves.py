@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from ..private import statically_known_true
 from .builder import Builder
-from .fx import Size, arg, is_tensor, known, same, value
+from .fx import RESHAPES, Size, arg, is_tensor, known, same, value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -355,10 +355,7 @@ _COPIES = (
     aten.alias.default, aten.clone.default, aten.detach.default, aten.copy.default, aten._to_copy.default,
     prims.convert_element_type.default,
 )  # fmt: skip
-_VIEWS = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims,
-)  # fmt: skip
+_VIEWS = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _SPELLINGS: dict[Any, Callable[[Node, Holds], Moved | None]] = {
     **dict.fromkeys(_COPIES, _copy),
     **dict.fromkeys(_VIEWS, _view),

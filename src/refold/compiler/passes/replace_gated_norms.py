@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
 from ..ir.cost import has_pointwise_kernels
-from ..ir.fx import arg, is_tensor, same, value
+from ..ir.fx import VIEWS, arg, is_tensor, same, value
 from ..ir.operators import NORM
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.silu import silu_argument
@@ -30,7 +30,6 @@ from ..ir.views import is_view
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -122,7 +121,7 @@ def _before_widening(node: Node) -> Node:
 
 def _ungrouped(node: Node) -> tuple[Node, int | None]:
     """Return the value whose last axis a node shows in groups, and the size of a group; None if there are none."""
-    if node.target in _VIEWS:
+    if node.target in VIEWS:
         whole, shape = value(arg(node, 0)).shape, value(node).shape
         if len(shape) == len(whole) + 1 and all(map(same, shape[:-2], whole[:-1])) and isinstance(shape[-1], int):
             return arg(node, 0), shape[-1]
@@ -150,7 +149,7 @@ def _weighted(node: Node, like: torch.Tensor) -> tuple[Node, Node] | None:
                 return None
             shape = value(other[0]).shape  # type: ignore[arg-type]
             return (user, other[0]) if [*shape] == [like.shape[-1]] else None  # type: ignore[return-value]
-        if user.target is not _CONVERT and not (user.target in _VIEWS and value(user).shape == like.shape):
+        if user.target is not _CONVERT and not (user.target in VIEWS and value(user).shape == like.shape):
             return None
         node = user
     return None
@@ -189,7 +188,7 @@ def _in_dtype(build: Builder, node: Node, dtype: torch.dtype) -> Node | None:
     inner = _in_dtype(build, arg(node, 0), dtype)
     if inner is None:
         return None
-    if node.target in _VIEWS:
+    if node.target in VIEWS:
         return build.reshape(inner, list(value(node).shape))
     if inner.target is aten.constant_pad_nd.default and value(arg(inner, 0)).shape == value(node).shape:
         first = arg(node, 2, "start") in (0, None) and all(before == 0 for before in arg(inner, 1)[::2])

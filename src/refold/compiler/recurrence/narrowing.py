@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from ...ops.spec import all_specs
 from ...ops.torch.registry import RUNNERS, Operation
 from ..ir.builder import Builder, is_constant
-from ..ir.fx import HALF, arg, is_tensor, value
+from ..ir.fx import HALF, VIEWS, arg, is_tensor, value
 from ..ir.index import index
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.symbols import resolve
@@ -151,7 +151,7 @@ def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node
         inner = narrow(arg(node, 0)) if _moves(node) else None
         if inner is None or node.target is aten.clone.default:
             return inner
-        if node.target in (aten.view.default, aten._unsafe_view.default):
+        if node.target in VIEWS:
             return build.reshape(inner, list(value(node).shape))
         return build.call(node.target, inner, *node.args[1:], **node.kwargs)
 
