@@ -29,10 +29,24 @@ _PACKAGES = {
 }
 
 
+def named(spec: OpSpec, backend: str | None) -> str:
+    """Return the name of a backend as nodes of graphs hold it: empty if none is given.
+
+    Raises:
+        ArgumentError: There is no such backend.
+    """
+    if backend is None:
+        return ""
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise ArgumentError(
+            f"{spec.name}: backend must be one of {', '.join(spec.backends)}; got {backend!r}. Pass one of them, or "
+            "None to let refold choose."
+        )
+    return backend
+
+
 def resolve(spec: OpSpec, meta: Meta, backend: str) -> ModuleType:
     """Return the file of the backend that runs ``meta``; an empty name lets the spec's order decide."""
-    if backend and backend not in BACKENDS:
-        raise ArgumentError(f"{spec.name}: backend must be one of {', '.join(spec.backends)}; got {backend!r}.")
     candidates = (backend,) if backend else spec.backends
     reasons = {}
     for name in candidates:

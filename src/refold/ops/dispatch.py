@@ -11,7 +11,7 @@ from typing import Any
 
 from refold.errors import ArgumentError, BackendUnsupported
 from refold.ops.arrays import framework_of, framework_of_type, keyword_arguments, meta_of
-from refold.ops.backends import refusal, resolve
+from refold.ops.backends import named, refusal, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, check_cu_seqlens_values, load
 
 
@@ -82,10 +82,10 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
         # and out of sight of what traces calls.
         from refold.ops.torch import registry
 
-        return registry.run(spec.name, arrays, options, backend or "")
+        return registry.run(spec.name, arrays, options, named(spec, backend))
     framework, options = framework_of(spec, arrays), spec.plain_options(options)
     meta = spec.validate(meta_of(spec, framework, arrays, options))
-    run = getattr(resolve(spec, meta, backend or ""), spec.name)
+    run = getattr(resolve(spec, meta, named(spec, backend)), spec.name)
     keywords = keyword_arguments(spec, arrays, options)
     if 0 in arrays[0].shape:  # of what was checked, only a batch can be empty
         zeros = import_module("jax.numpy" if framework == "jax" else "numpy").zeros
@@ -113,7 +113,7 @@ def _call_on_ranks(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], 
         )
     from refold.ops.torch import ranks
 
-    return ranks.run(spec, arrays, options, backend or "", group)
+    return ranks.run(spec, arrays, options, named(spec, backend), group)
 
 
 def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
@@ -121,7 +121,7 @@ def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], b
     if framework_of_type(type(arrays[0])) == "torch":
         from refold.ops.torch import registry
 
-        return registry.run(f"{spec.name}_", arrays, options, backend or "")
+        return registry.run(f"{spec.name}_", arrays, options, named(spec, backend))
     if framework_of(spec, arrays) == "jax":
         raise BackendUnsupported(f"{spec.name}_: jax arrays cannot be written. Use {spec.name} and keep its state.")
     written = arrays[spec.updates_at]

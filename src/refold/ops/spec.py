@@ -87,7 +87,7 @@ class Option:
         """Return NumPy's numbers as Python's, and other real numbers as floats where floats are meant."""
         if isinstance(value, np.generic):
             value = value.item()
-        if self.schema == "float":
+        if self.schema in ("float", "float?"):
             return _as_float(value)
         if self.schema == "float[]" and isinstance(value, (tuple, list)):
             return tuple(map(_as_float, value))

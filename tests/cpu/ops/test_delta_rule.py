@@ -1,6 +1,7 @@
 """The delta rule where kernels are easily wrong: repeated keys, strong decays, odd lengths, gradients of states."""
 
 import os
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -284,8 +285,9 @@ def test_layers_of_the_family_take_their_own_gates() -> None:
         ops.gated_delta_rule(x, x, x, None, gate)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match=r"rwkv7: w must have the axes \(b, t, h, n\); got shape"):
         ops.rwkv7(x, gate, x, x, x, x)
+    wide = np.ones((1, 4, 2, 4))
     with pytest.raises(ShapeError, match=r"delta_product: k must have a multiple of the t=3 tokens"):
-        ops.delta_product(x, np.ones((1, 4, 2, 4)), x, None, gate)
+        ops.delta_product(x, wide, wide, None, wide[..., 0])
 
 
 class Largest(TorchDispatchMode):
@@ -533,3 +535,38 @@ def test_what_is_said_to_be_left_of_a_state_is_no_less_than_what_is(longest, str
         left = ops.delta_rule(**{**some, "q": zero, "v": zero}, initial_state=start, **options)[1]
         sizes = torch.linalg.matrix_norm(left, 2) if all_options["erase"] else left.abs().amax(-1)
         assert (sizes <= log[:, end - 1].exp() * (1 + 1e-9)).all()
+
+
+def _layers(numpy: bool) -> dict[str, dict[str, Any]]:
+    def new(*shape: int) -> Any:
+        return np.full(shape, 0.5) if numpy else torch.full(shape, 0.5)
+
+    keys, twice = new(1, 6, 2, 4), new(1, 12, 2, 4)
+    return {
+        "rwkv7": {"q": keys, "w": -keys, "k": keys, "v": new(1, 6, 2, 3), "a": keys, "b": keys},
+        "delta_product": {
+            "q": keys, "k": twice, "v": new(1, 12, 2, 3), "g": -new(1, 6, 2), "beta": new(1, 12, 2), "r": twice,
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("numpy", [True, False], ids=["numpy", "torch"])
+@pytest.mark.parametrize("layer", ["rwkv7", "delta_product"])
+def test_wrong_arguments_of_layers_are_named(layer: str, numpy: bool) -> None:
+    good, call = _layers(numpy)[layer], getattr(ops, layer)
+    assert call(**good, scale=1)[0].tolist() == call(**good, scale=1.0)[0].tolist()
+    for name, x in good.items():
+        wrongs = [
+            x[:, :-1], x[:, :0], x[:, :, :1], x[..., 0], x[..., None], x[0, 0, 0], x.sum(), x > 0, [1.0], "x", 1.0,
+            x[:, :, [0, 1, 1]],
+        ]  # fmt: skip
+        for wrong in [*wrongs, x[..., :-1]] if x.ndim == 4 and name != "v" else wrongs:
+            with pytest.raises(ArgumentError) as caught:
+                call(**{**good, name: wrong})
+            said = str(caught.value)
+            other = name == "v" or getattr(wrong, "ndim", 0) >= 3  # two arguments disagree
+            assert said.startswith(f"{layer}: {name}" if not other else f"{layer}: "), said
+            assert re.search(rf"\b{name}\b", said) or "has h=" in said or "g=3" in said, said
+    for backend in ("cuda", 3, b"torch", [], False, torch):
+        with pytest.raises(ArgumentError, match=r"backend must be one of .* got .* Pass one of them"):
+            call(**good, backend=backend)

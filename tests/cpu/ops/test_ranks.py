@@ -334,6 +334,14 @@ def errors(group):
             yield "no error"
         except ArgumentError as error:
             yield str(error)
+    keys = torch.full((1, 3, 2, 4), 0.5)
+    for wrong in (keys[..., :3], [1.0]):
+        given = dict.fromkeys("qwkvab", keys) | ({"k": wrong} if rank == 1 else {})
+        try:
+            ops.rwkv7(**given, group=group)
+            yield "no error"
+        except ArgumentError as error:
+            yield str(error)
 
 
 def planted(group, share):
@@ -457,6 +465,9 @@ def test_ranks_that_disagree_all_stop(results):
     assert "disagree with rank 0 about the layout; here it is contiguous" in good[6]
     assert "time runs forward; got reverse=True" in good[7]
     assert good[8] == "no error"  # the group goes on after errors
+    assert all("the arguments of rank 1 are refused; the error there" in line for line in good[9:])
+    assert bad[9].startswith("rwkv7: k has n=3 but q has n=4")
+    assert bad[10].startswith("rwkv7: k is a builtins.list but q is a torch array")
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(results):

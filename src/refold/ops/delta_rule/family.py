@@ -7,13 +7,50 @@ belongs to the first write of a token, the query to the last.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
 from typing import Any, Generic, TypedDict, Unpack
 
-from refold.errors import ArgumentError, ShapeError
-from refold.ops.arrays import Array, framework_of_type
+from refold.errors import ArgumentError, RefoldError, ShapeError
+from refold.ops.arrays import Array, framework_of, framework_of_type, meta_of
 from refold.ops.delta_rule import delta_rule
+from refold.ops.delta_rule.spec import SPEC
+from refold.ops.spec import Arg, Meta, OpSpec
 
 __all__ = ["delta_product", "gated_delta_rule", "gla", "kda", "rwkv7"]
+
+_STATES = SPEC.args[-2:]
+_KEYED, _OF_HEADS, _VALUED = ("b t g n",), ("b t h n",), ("b t h p",)
+RWKV7 = replace(
+    SPEC,
+    name="rwkv7",
+    args=(
+        Arg("q", _KEYED), Arg("w", _OF_HEADS), Arg("k", _KEYED), Arg("v", _VALUED), Arg("a", _OF_HEADS),
+        Arg("b", _KEYED), *_STATES,
+    ),
+)  # fmt: skip
+
+
+def _multiple(meta: Meta) -> Iterator[str]:
+    if meta.sizes["s"] % meta.sizes["t"]:
+        yield (
+            f"k must have a multiple of the t={meta.sizes['t']} tokens of q; got {meta.sizes['s']}. Pass the keys of "
+            "all writes of a token one after the other."
+        )
+    yield from SPEC.constraints(meta)
+
+
+DELTA_PRODUCT = replace(
+    SPEC,
+    name="delta_product",
+    args=(
+        Arg("q", _KEYED), Arg("k", ("b s g n",)), Arg("v", ("b s h p",)), Arg("g", ("b t h", "b t h n"), optional=True),
+        Arg("beta", ("b s h",), optional=True), Arg("r", ("b s h n",), optional=True), *_STATES,
+    ),
+    constraints=_multiple,
+)  # fmt: skip
+"""The arguments of layers that change them before they pass them on; ``s`` counts the writes of all tokens."""
 
 
 class FamilyArguments(TypedDict, Generic[Array], total=False):
@@ -162,13 +199,8 @@ def delta_product(
         >>> y.shape, state.shape
         ((1, 5, 1, 4), (1, 1, 4, 4))
     """
-    writes, left = divmod(k.shape[1], q.shape[1]) if q.shape[1] else (1, k.shape[1])  # a rank may have no tokens
-    if left or not writes:
-        raise ShapeError(
-            f"delta_product: k must have a multiple of the t={q.shape[1]} tokens of q; got {k.shape[1]}. "
-            "Pass the keys of all writes of a token one after the other."
-        )
-    _refuse("delta_product", options, "A_log", "dt_bias", "lower_bound")
+    _check(DELTA_PRODUCT, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, options, "A_log", "dt_bias", "lower_bound")
+    writes = max(k.shape[1] // max(q.shape[1], 1), 1)  # a rank may have no tokens
     between = writes - 1
     q, g = _spread(q, between, before=True), None if g is None else _spread(g, between, before=False)
     return _last(writes, *delta_rule(q, k, v, g=g, beta=beta, **_longer(options, writes)))
@@ -209,8 +241,8 @@ def rwkv7(
         >>> y.shape, state.shape
         ((1, 9, 2, 4), (1, 2, 4, 4))
     """
-    _expect("rwkv7", w, 4, "(b, t, h, n)", "w")
-    _refuse("rwkv7", options, "A_log", "dt_bias", "lower_bound", "normalize")
+    given = {"q": q, "w": w, "k": k, "v": v, "a": a, "b": b}
+    _check(RWKV7, given, options, "A_log", "dt_bias", "lower_bound", "normalize")
     xp = _namespace(k)
     read = _spread(xp.negative(a) * xp.exp(xp.negative(w)), 1, before=False)
     keys, values = _interleave(b, k), _spread(v, 1, before=True)
@@ -219,11 +251,39 @@ def rwkv7(
     return _last(2, *delta_rule(q, keys, values, g=w, r=read, **_longer(options, 2)))
 
 
-def _expect(op: str, g: Any, rank: int, axes: str, name: str = "g") -> None:
+def _expect(op: str, g: Any, rank: int, axes: str) -> None:
     if (shape := tuple(getattr(g, "shape", ()))) and len(shape) == rank:
         return
     got = f"shape {shape}" if shape else type(g).__name__
-    raise ShapeError(f"{op}: {name} must have the axes {axes}; got {got}. Reshape {name}, or use delta_rule.")
+    raise ShapeError(f"{op}: g must have the axes {axes}; got {got}. Reshape g, or use delta_rule.")
+
+
+def _check(layer: OpSpec, given: dict[str, Any], options: Any, *refused: str) -> None:
+    """Check the arguments of a layer under their own names, before they become those of the delta rule.
+
+    Raises:
+        ArgumentError: One cannot be taken; other ranks of a group are told so, and raise, too.
+    """
+    arrays = [given.get(arg.name, options.get(arg.name)) for arg in layer.args]
+    group = options.get("group")
+    try:
+        _refuse(layer.name, options, *refused)
+        framework = framework_of(layer, arrays)
+        if framework == "torch" and sys.modules["torch"].compiler.is_compiling():
+            return  # the delta rule checks what it gets
+        values = layer.plain_options([options.get(option.name, option.default) for option in layer.options])
+        meta = meta_of(layer, framework, arrays, values)
+        if group is not None and framework == "torch":
+            meta = _ranks().with_tokens(layer, meta)
+        layer.validate(meta)
+    except RefoldError:
+        if group is not None and "torch" in sys.modules:
+            _ranks().refuse(layer, arrays, group)
+        raise
+
+
+def _ranks() -> Any:
+    return import_module("refold.ops.torch.ranks")
 
 
 def _refuse(op: str, options: Any, *names: str) -> None:

@@ -77,7 +77,7 @@ def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: st
     try:
         options = prepared(spec, arrays, options)
     except RefoldError:
-        _ask(cut_of_node(*node), spec, _named(spec, arrays), (), refused=True)
+        refuse(spec, arrays, one)
         raise
     inputs = (*arrays, *spec.written_options(options), backend, *node, writes)
     if private.watched() or torch.is_autocast_enabled(arrays[0].device.type) or not is_plain(arrays, options):
@@ -86,6 +86,11 @@ def run(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: st
     if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays):
         return direct.apply(*inputs)[:2]
     return direct.run(*inputs)[:2]
+
+
+def refuse(spec: OpSpec, arrays: Sequence[Any], group: Any) -> None:
+    """Tell the other ranks of a group that this one refuses its arguments; they raise, too."""
+    _ask(cut_of_node(*node_of(group)), spec, _named(spec, arrays), (), refused=True)
 
 
 class _Described:
@@ -592,12 +597,12 @@ def _ask(
     cut: Cut, spec: OpSpec, arrays: dict[str, Any], options: Sequence[Any], writes: int = 1, *, refused: bool
 ) -> list[int]:
     """Return the tokens of each rank, once it is known that all ranks make the same call: see `agree`."""
-    first = next(a for a in arrays.values() if isinstance(a, Tensor))
+    device = next((a.device for a in arrays.values() if isinstance(a, Tensor)), torch.device("cpu"))
     facts = {"the operator": spec.name, "options": tuple(options)} | {
         arg.name: None if refused else _fact(arg, arrays[arg.name], writes) for arg in spec.args
     }
-    tokens = 0 if refused else first.shape[1]
-    return agree(cut, spec.name, facts, tokens, first.device, refused=refused)
+    tokens = 0 if refused else next(iter(arrays.values())).shape[1]
+    return agree(cut, spec.name, facts, tokens, device, refused=refused)
 
 
 def _fact(arg: Arg, array: Tensor | None, writes: int) -> Any:
@@ -645,10 +650,19 @@ def _described(
             f"{spec.name}: with group, time runs forward; got reverse=True. Flip the tokens, and the order of ranks."
         )
     meta = meta_of(spec, "torch", list(arrays.values()), list(options.values()))
-    one = {arg.name: a for arg in spec.args if (a := meta.arrays.get(arg.name)) and arg.timed and a.shape[1:2] == (0,)}
-    some = {name: replace(a, shape=(a.shape[0], 1, *a.shape[2:])) for name, a in one.items()}
-    meta = spec.validate(replace(meta, arrays={**meta.arrays, **some}))
+    meta = spec.validate(with_tokens(spec, meta))
     return meta, spec.carry(meta), resolve(spec, meta, backend)
+
+
+def with_tokens(spec: OpSpec, meta: Meta) -> Meta:
+    """Give a rank that has no tokens one, for checks that need some."""
+    one = {
+        arg.name: a
+        for arg in spec.args
+        if (a := meta.arrays.get(arg.name)) and {"t", "s"} & {*arg.axes[0].split()} and a.shape[1:2] == (0,)
+    }
+    some = {name: replace(a, shape=(a.shape[0], 1, *a.shape[2:])) for name, a in one.items()}
+    return replace(meta, arrays={**meta.arrays, **some})
 
 
 def _map_shape(spec: OpSpec, meta: Meta, carry: Carry) -> tuple[int, ...]:
