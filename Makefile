@@ -7,6 +7,9 @@ NEWEST := .venv-newest
 
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Processes of tests read the bytecode of refold that the first of them writes, also where the environment forbids it.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test test-all test-versions lint site wheel release clean
 .NOTPARALLEL:
 
