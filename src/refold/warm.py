@@ -66,6 +66,9 @@ def _config(what: str) -> Any:
     kind, colon, settings = what.partition(":")
     try:
         if not colon or Path(what).exists():
+            with suppress(OSError, ValueError):
+                return AutoConfig.from_pretrained(what, local_files_only=True)
+            _reach_the_hub()
             return AutoConfig.from_pretrained(what)
         pairs = [pair.split("=", 1) for pair in filter(None, settings.split(","))]
         return AutoConfig.for_model(kind, **{name: _value(text) for name, text in pairs})
@@ -74,6 +77,21 @@ def _config(what: str) -> Any:
             f"--warm {what}: {str(error).splitlines()[0]} Give a folder with config.json, a name on the hub, or sizes "
             "such as mamba2:hidden_size=768,num_heads=24,head_dim=64,state_size=128,n_groups=1."
         ) from error
+
+
+def _reach_the_hub() -> None:
+    """Ask the hub once, for it tries again for a minute where there is no network.
+
+    Raises:
+        OSError: It does not answer.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception as error:  # its class depends on the version of the hub's package
+        raise OSError(f"It is not on this machine, and {constants.ENDPOINT} does not answer ({error}).") from error
 
 
 def _value(text: str) -> Any:

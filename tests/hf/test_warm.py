@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
 
 from refold.cli import app
+from refold.errors import ArgumentError
 from support.families import make
 
 SIZES = "mamba2:hidden_size=48,num_heads=6,head_dim=16,state_size=12,n_groups=3,num_hidden_layers=4,vocab_size=97"
@@ -68,3 +70,15 @@ def test_what_is_no_model():
         done = CliRunner().invoke(app, ["doctor", "--warm", what])
         assert done.exit_code
         assert "Give a folder with config.json" in str(done.exception or done.output)
+
+
+def test_without_a_network_an_unknown_name_is_refused_at_once(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    done = CliRunner().invoke(app, ["doctor", "--warm", "nobody/nothing"])
+    assert time.monotonic() - began < 20  # the hub's own attempts take 40 seconds and more
+    assert isinstance(done.exception, ArgumentError)
+    assert "not on this machine, and http://127.0.0.1:9 does not answer" in str(done.exception)
+    assert "Give a folder with config.json" in str(done.exception)
