@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from .compile_time import WITH_BACKWARD
 from .dynamo import rewriting_before_autograd
 from .inductor import clone_inputs, duplicate, with_part
-from .ir.captured_loop import captured_loops, parts
+from .ir.captured_loop import captured_loops, loop_nodes, parts
 from .ir.cost import Cost, computing, has_pointwise_kernels
 from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
@@ -131,7 +131,7 @@ class EarlyRewrites:
                     saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
                     fewer = computing(rewrite.original.graph.nodes) - computing(rewrite.candidate.graph.nodes)
                     self.operations_saved += (WITH_BACKWARD if training else 1) * fewer
-                self.gm = with_part(self.gm, path, found.spliced())
+                self.gm = with_part(self.gm, path, found.spliced(self._notes))
                 break
         return saved
 
@@ -158,8 +158,12 @@ class EarlyRewrites:
 def tools_before_autograd(gm: GraphModule, training: bool) -> Any:
     """Return the module that rewrites graphs before autograd; None if PyTorch lacks what it needs, or it is of no use.
 
-    In inference it is of use on devices where a convolution or a norm becomes an operator.
+    In inference it is of use on devices where a convolution or a norm becomes an operator, and where loops stayed.
     """
     given = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    pays = training or any(isinstance(x, torch.Tensor) and has_pointwise_kernels(x.device) for x in given)
+    pays = (
+        training
+        or loop_nodes(gm) > 0
+        or any(isinstance(x, torch.Tensor) and has_pointwise_kernels(x.device) for x in given)
+    )
     return rewriting_before_autograd() if pays else None

@@ -370,7 +370,7 @@ def describe_captured(gm: GraphModule, report: GraphReport) -> tuple[GraphModule
         for path in parts(gm):
             if (more := tools.find_rewrites(gm, path, lambda _: True, notes, training=training)) is not None:
                 rows += map(row_of, more.rewrites)
-                gm = with_part(gm, path, more.spliced())
+                gm = with_part(gm, path, more.spliced(notes))
     return gm, replace(report, notes=tuple(notes), loops=tuple(loops), rewrites=tuple(rows))
 
 

@@ -28,14 +28,15 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ...ops.torch.registry import OPS
 from ..inductor import duplicate
-from ..ir.builder import Builder, extract, is_constant, same_strides, upstream
-from ..ir.captured_loop import loop_nodes
+from ..ir.builder import Builder, downstream, extract, is_constant, same_strides, upstream
+from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes
 from ..ir.fx import HALF, copied_graph, is_erased, is_made, is_tensor, registers_hook, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
 from ..ir.source import CALLED, located, name_of
 from ..ir.views import is_view
+from ..passes.reroll_loops import STAYS
 from ..pipeline import Stage, passes_of
 from ..pipeline import run as run_pipeline
 from ..private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -43,7 +44,8 @@ from ..recurrence.prefix import FEWEST_LEVELS, levels
 from ..refusals import Refusal, refused
 from .associative_scan import Neighbours
 from .body import differentiable, environment, to_aten, twin
-from .mutation import changed_in_place, is_autograd_function, storages, writes
+from .mutation import changed_in_place, is_autograd_function, storages, writes, written
+from .to_scan import describe_loop
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -56,6 +58,12 @@ _PRODUCTS = (aten.mul.Tensor, aten.sum.dim_IntList)
 _PARTS = {"getitem", "slice", "narrow", "pad", "constant_pad_nd", "select"}
 _MULTIPLIES = {"mul", "imul", "multiply", "addcmul"}
 _VMAP = "torch._functorch.predispatch"
+# What is looked for around loops that are no scans, what must be before them, and how many steps show whether it is.
+_AROUND_LOOPS = ("fuse chunked delta rules",)
+_INVERTS = ("solve_triangular", "setitem")
+_FIRST_STEPS = 3
+LONGEST = 8_000
+"""How many nodes loops may have, all steps counted, for a search that takes a trace of them all: some 30 seconds."""
 
 
 def find_rewrites(
@@ -86,6 +94,12 @@ def find_rewrites(
         return None
     found: BeforeAutograd | None = None
     try:
+        if nodes := loop_nodes(part):
+            if not BeforeAutograd(duplicate(part), known=True, most=_FIRST_STEPS).rewrites:
+                return None
+            if nodes > LONGEST:
+                notes.append(f"nothing was rewritten around a loop that is {nodes} operations long, step by step")
+                return None
         found = BeforeAutograd(duplicate(part), wanted, known, training)
         reasons = [*found.notes, *(f"{what} stays as it is: {reason.advice}" for what, reason in found.refused.items())]
     except Exception as error:  # what cannot be traced once more has no common error
@@ -100,14 +114,14 @@ def find_rewrites(
 
 def _worth_a_look(gm: GraphModule, training: bool) -> bool:
     """Tell whether a graph may hold what the passes look for."""
-    if loop_nodes(gm):
-        return False  # a loop that stayed one: to trace it takes as long as it has steps
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     if any(part in _name(node) for node in calls for part in ("grad_increment_nesting", "jvp_increment_nesting")):
         return False  # the graph takes a derivative itself, by ``torch.func``; an operator brings one of its own
+    if not training and _may_need_gradients(gm):
+        return False  # a value may have one, although no result has
+    if loop_nodes(gm):
+        return bool(captured_loops(gm)) and any(part in _name(node) for node in calls for part in _INVERTS)
     if not training:  # without a convolution, passes after autograd find the same
-        if _may_need_gradients(gm):
-            return False  # a value may have one, although no result has
         return any("conv1d" in _name(node) for node in calls)
     if any(node.target is SCAN.target or is_made(node) or _is_definition(gm, node) for node in calls):
         return True
@@ -146,8 +160,12 @@ class BeforeAutograd:
         wanted: Callable[[str], bool] = lambda _: True,
         known: bool = False,
         training: bool = True,
+        most: int | None = None,
     ) -> None:
-        """Trace the graph and run the passes; see `find_rewrites`."""
+        """Trace the graph and run the passes; see `find_rewrites`.
+
+        With ``most``, only so many steps of each loop are traced, to see what is around loops.
+        """
         self.gm = gm
         self.rewrites: list[Rewrite] = []
         self.refused: dict[str, Refusal] = {}
@@ -156,8 +174,9 @@ class BeforeAutograd:
         self._memory = {node: frozenset(storages(node)) for node in gm.graph.nodes}
         self._given: dict[frozenset[Any], list[Node]] = {}  # calls that are given something in this memory
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self._loops = set(captured_loops(gm))
         # Whether each value has a gradient, which takes another run of the graph to see.
-        self._graph, named, self._constants, self._needs = _trace(gm, gradients=training and not known)
+        self._graph, named, self._constants, self._needs = _trace(gm, training and not known, most)
         if not (training or known):
             self._needs = dict.fromkeys(gm.graph.nodes, False)
         self._traced = {node.name: node for node in copied_graph(self._graph).nodes}  # as it was before any pass
@@ -171,7 +190,8 @@ class BeforeAutograd:
         self._standing: set[str] = set()  # operators of the rewrites
         self._values: dict[Node, Any] = {}  # of traced nodes, where copies are left out before them
         with torch.set_grad_enabled(training):  # passes ask whether gradients will be taken of what they make
-            run_pipeline(self._graph, wanted, self.notes, passes_of(Stage.FORWARD), self._take)
+            passes = passes_of(Stage.FORWARD, None if most is None else _AROUND_LOOPS)
+            run_pipeline(self._graph, wanted, self.notes, passes, self._take)
 
     def _take(self, found: Rewrite) -> None:
         """Note a rewrite that was just made."""
@@ -258,17 +278,26 @@ class BeforeAutograd:
                     node,
                 )
             if (change := self._change(node)) is not None:
-                if (written := self._written(node, inputs, roots)) is None:
+                if (read := self._written(node, inputs, roots)) is None:
                     return because("in-place", "{} is changed in place", change, change.args[0])
-                stack.extend(written)
-                if not self._needs[node] and node in roots and any(self._needs[x] for x in written):
+                stack.extend(read)
+                if not self._needs[node] and node in roots and any(self._needs[x] for x in read):
                     return because("detached", "{} is detached, or computed without gradients", node)
-                continue
-            example = node.meta.get("example_value")
-            counts = isinstance(example, torch.Tensor) and not (example.is_floating_point() or example.is_complex())
-            if not (self._needs[node] or counts) and any(self._needs[x] for x in node.all_input_nodes):
+            elif self._is_detached(node):
                 return because("detached", "{} is detached, or computed without gradients", node)
+            loop: Any = self.gm.get_submodule(str(node.target)) if node in self._loops else None
+            inside: list[Node] = [] if loop is None else list(loop.body.graph.nodes)
+            if (inner := next(filter(self._is_detached, inside), None)) is not None:
+                return because("detached", "{} is detached, or computed without gradients", inner)
         return None
+
+    def _is_detached(self, node: Node) -> bool:
+        """Tell whether a value has no gradient, although what it is computed of has one."""
+        example = node.meta.get("example_value")
+        counts = isinstance(example, torch.Tensor) and not (example.is_floating_point() or example.is_complex())
+        if self._needs.get(node) or counts or writes(node) or node.op == "output":
+            return False
+        return any(self._needs.get(x) for x in node.all_input_nodes)
 
     def _change(self, node: Node) -> Node | None:
         """Find a node that may change a node's memory in place."""
@@ -292,13 +321,15 @@ class BeforeAutograd:
         shared = self._memory[node] & self._changed
         own = [x for x, memory in self._memory.items() if memory & shared]
         calls = self._calls(shared)
-        writers = [x for x in calls if writes(x)]
+        writers = [x for x in calls if x in self._loops or writes(x)]
         if own[0].op != "call_function" or set(inputs) & set(own):
             return None
-        inner = any(x.op == "call_module" or isinstance(x.target, HigherOrderOperator) for x in calls)
+        others = [x for x in calls if x not in self._loops]
+        inner = any(x.op == "call_module" or isinstance(x.target, HigherOrderOperator) for x in others)
         if inner or any(self._order[x] > self._order[root] for x in writers for root in roots):
             return None
-        return [y for x in writers for y in x.all_input_nodes if not self._memory[y] & shared]
+        read = [y for x in writers for y in x.all_input_nodes if not self._memory[y] & shared]
+        return read + [x for x in writers if x in self._loops]
 
     def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
         """Cut out what computed a node, as it was traced; None if Dynamo has no node for it."""
@@ -325,8 +356,8 @@ class BeforeAutograd:
         differentiable(graph)
         return GraphModule(part, graph)
 
-    def spliced(self) -> GraphModule:
-        """Put what was found into Dynamo's graph, and return it."""
+    def spliced(self, notes: list[str]) -> GraphModule:
+        """Put what was found into Dynamo's graph, and return it; notes lose what they say of loops that are gone."""
         copies = dict(self._named)
         for root, new, old in sorted(self._roots, key=lambda found: self._order[found[0]]):
             if is_erased(new):
@@ -337,10 +368,38 @@ class BeforeAutograd:
             with self.gm.graph.inserting_before(root), _without_autocast(root):
                 found = _copied(new, self.gm.graph, copies)
             root.replace_all_uses_with(found)
+        self._drop_unseen_loops(notes)
         differentiable(self.gm.graph)
         self.gm.graph.lint()
         self.gm.recompile()
         return self.gm
+
+    def _drop_unseen_loops(self, notes: list[str]) -> None:
+        """Erase loops of which nothing is used any more; whoever compiles the graph would unroll them first."""
+        for call in captured_loops(self.gm):
+            after = set[Node]().union(*map(downstream, (call, *written(self.gm, call)))) - {call}
+            for node in reversed(self.gm.graph.nodes):
+                if node in after and not (node.users or node.op in ("call_module", "output") or writes(node)):
+                    self.gm.graph.erase_node(node)
+            if not call.users and not self._is_read(written(self.gm, call), call):
+                loop = f"{STAYS} {describe_loop(self.gm, call)}"
+                notes[:] = [note for note in notes if not note.startswith(loop)]
+                self.gm.graph.erase_node(call)
+
+    def _is_read(self, nodes: list[Node], call: Node) -> bool:
+        """Tell whether anything but a call reads what it writes to these nodes."""
+        own, stack = set[Node](), list(nodes)
+        while stack:
+            node = stack.pop()
+            if node in own:
+                continue
+            own.add(node)
+            others = [x for x in (*node.users, *node.all_input_nodes) if x is not call]
+            shares = [x for x in others if self._memory.get(x, frozenset()) & self._memory[node]]
+            if node.op in ("placeholder", "get_attr") or any(x not in shares for x in node.users if x is not call):
+                return True
+            stack += shares
+        return False
 
     def _with_fewer_copies(self, old: str, new: Node) -> Node:
         """Replace a node without copies whose only purpose is a memory layout that nothing needs.
@@ -464,7 +523,9 @@ def _widen_products(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _trace(gm: GraphModule, gradients: bool) -> tuple[Graph, dict[Node, Node], set[Node], dict[Node, bool]]:
+def _trace(
+    gm: GraphModule, gradients: bool, most: int | None = None
+) -> tuple[Graph, dict[Node, Node], set[Node], dict[Node, bool]]:
     """Trace a Dynamo graph to ATen, without a backward.
 
     An autograd function has a backward of its own, so what it returns is an input of the ATen graph: nothing is known
@@ -481,7 +542,7 @@ def _trace(gm: GraphModule, gradients: bool) -> tuple[Graph, dict[Node, Node], s
     with mode:
         fakes = [twin(x) for x in examples]
         returned, form = tree_flatten([tree_map(twin, node.meta["example_value"]) for node in functions])
-    keeping = _Keeping(gm)
+    keeping = _Keeping(gm, most)
 
     def run(*inputs: Any) -> Any:
         keeping.kept = dict(zip(functions, tree_unflatten(inputs[len(fakes) :], form), strict=True))
@@ -510,10 +571,11 @@ def _trace(gm: GraphModule, gradients: bool) -> tuple[Graph, dict[Node, Node], s
 
 
 class _Keeping(Interpreter):
-    """Notes each tensor and each size that is given, and what has a gradient."""
+    """Notes each tensor and each size that is given, and what has a gradient, in loops at their last step."""
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, most: int | None = None) -> None:
         super().__init__(gm)
+        self.most = most  # how many steps of a loop are run; all if None
         self.tensors: dict[Node, torch.Tensor | torch.SymInt] = {}
         self.needs: dict[Node, bool] = {}
         # What calls return that are not run, and what they are given.
@@ -533,6 +595,16 @@ class _Keeping(Interpreter):
             self._levels.append(out)
         elif name == "_vmap_decrement_nesting":
             self._levels.pop()
+        return out
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module; a loop step by step."""
+        loop: Any = self.module.get_submodule(target)
+        if not isinstance(loop, CapturedLoop):
+            return super().call_module(target, args, kwargs)
+        steps = _Keeping(loop.body)
+        out = loop.run(steps.run, args, self.most)
+        self.needs |= steps.needs
         return out
 
     def run_node(self, n: Node) -> Any:

@@ -30,21 +30,29 @@ def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None =
     changed = set()
     for node in gm.graph.nodes:
         inner = node.op == "call_module" or isinstance(node.target, HigherOrderOperator)
-        if (cautious and inner and node is not but and not _is_harmless(gm, node)) or writes(node):
-            changed |= {storage for x in node.all_input_nodes for storage in storages(x)}
+        if writes(node) or (cautious and inner and node is not but):
+            changed |= {storage for x in written(gm, node) for storage in storages(x)}
     return changed
 
 
-def _is_harmless(gm: GraphModule, call: Node) -> bool:
-    """Tell whether a call is that of a scan, or of a loop or an autograd function that write to no argument."""
-    if is_scan(call):
-        return True
+def written(gm: GraphModule, call: Node) -> list[Node]:
+    """List the arguments that a call may write to: of scans, loops and autograd functions it is known, of others all.
+
+    A step may write to what it is handed on by the step before, which may be any other argument.
+    """
     if is_autograd_function(call):
-        return _writes_to_no_input(gm.get_submodule(str(call.args[0].target)))  # type: ignore[union-attr, arg-type]
+        harmless = _writes_to_no_input(gm.get_submodule(str(call.args[0].target)))  # type: ignore[union-attr, arg-type]
+        return [] if harmless else call.all_input_nodes
     loop = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
+    if is_scan(call) or isinstance(loop, Neighbours):
+        return []
     if not isinstance(loop, CapturedLoop):
-        return isinstance(loop, Neighbours)
-    return _writes_to_no_input(loop.body)
+        return call.all_input_nodes
+    changed = changed_in_place(loop.body, cautious=True)
+    given = loop.body.graph.find_nodes(op="placeholder")
+    places = [i for i, x in enumerate(given) if storages(x) & changed]
+    handed_on = any(i < loop.carried for i in places)
+    return call.all_input_nodes if handed_on else [call.args[i - 1] for i in places]  # type: ignore[misc]
 
 
 def _writes_to_no_input(gm: GraphModule) -> bool:

@@ -59,8 +59,8 @@ class CapturedLoop(torch.nn.Module):
         # An interpreter tells AOTAutograd which line of the user's each operation comes from.
         return self.run(Interpreter(self.body).run if has_preserved_node_meta() else self.body.forward, operands)
 
-    def run(self, body: Callable[..., Any], operands: Sequence[Any]) -> tuple[Any, ...]:
-        """Run all steps with this body."""
+    def run(self, body: Callable[..., Any], operands: Sequence[Any], most: int | None = None) -> tuple[Any, ...]:
+        """Run all steps with this body, or the first ones: what the others would collect is then what the last did."""
         carried, count = self.carried, self.count
         if count is None:
             *operands, count = operands
@@ -68,13 +68,15 @@ class CapturedLoop(torch.nn.Module):
         sequences, fixed = rest[: len(self.reads)], rest[len(self.reads) :]
         collected: list[tuple[Any, ...]] = []
         kept = carried + self.lasts
-        for k in range(count):
+        for k in range(count if most is None else min(count, most)):
             items = [xs[read.start + read.step * k] for xs, read in zip(sequences, self.reads, strict=True)]
             out = body(*state, k, *items, *fixed)
             state = out[:carried]
             collected.append(out[carried:])
         columns = [list(column) for column in zip(*collected, strict=True)]
         lasts, lists = columns[: kept - carried], columns[kept - carried :]
+        if most is not None:
+            lists = [[*column, *column[-1:] * (count - len(column))] for column in lists]
         return (
             *state,
             *(column[-1] for column in lasts),

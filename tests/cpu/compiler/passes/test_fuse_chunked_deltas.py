@@ -4,11 +4,14 @@ import pytest
 import torch
 
 import refold
+from refold.compiler.dynamo import before_autograd, captures_loops
+from refold.compiler.dynamo.capture.trace import SHORTEST
+from refold.compiler.ir.captured_loop import captured_loops
 from refold.compiler.options import Options
 from refold.compiler.validate.region import validate_region
 from refold.verify.numerics import unit_roundoff
 from support.chunked_deltas import CHUNK, chunked, inputs
-from support.scans import operators
+from support.scans import Described, flat, names, operators, spliced
 
 pytestmark = pytest.mark.rows(8)
 
@@ -100,3 +103,109 @@ def test_parts_without_gradients_keep_them(recwarn):
         results.append([x.grad for x in leaves])
     for got, want in zip(*results, strict=True):
         assert (got - want).norm() <= 1e-5 * want.norm() + 1e-6
+
+
+def plain(q, k, v, beta, *, between=lambda state, i: state, collect=False):
+    """Go through chunks without decays; ``between`` is done to the state before each chunk."""
+    q, k, v, beta = (x.transpose(1, 2).reshape(2, 2, -1, CHUNK, x.shape[-1]) for x in (q, k, v, beta[..., None]))
+    eye = torch.eye(CHUNK, dtype=q.dtype).expand(*q.shape[:3], CHUNK, CHUNK)
+    inverse = torch.linalg.solve_triangular(k * beta @ k.mT, eye, upper=False, unitriangular=True)
+    u, w, within = inverse @ (v * beta), inverse @ (k * beta), (q @ k.mT).tril()
+    state, out, kept = q.new_zeros(2, 2, k.shape[-1], v.shape[-1]), torch.zeros_like(v), []
+    for i in range(q.shape[2]):
+        state = between(state, i)
+        new = u[:, :, i] - w[:, :, i] @ state
+        y = q[:, :, i] @ state + within[:, :, i] @ new
+        if collect:
+            kept.append(y)
+        else:
+            out[:, :, i] = y
+        state = state + k[:, :, i].mT @ new
+    out = torch.stack(kept, 2) if collect else out
+    return out.reshape(2, 2, -1, v.shape[-1]), state
+
+
+def around_loops(fn, given, mode="training"):
+    """Replace what is found before autograd; return what was found, and the worst error of values and gradients."""
+    run, seen = spliced(fn, mode)
+    results = []
+    for program, dtype in ((run, torch.float32), (fn, torch.float64)):
+        leaves = [x.to(dtype, copy=True).requires_grad_(mode == "training") for x in given]
+        found = flat(program(*leaves))
+        if mode == "training":
+            sum(y.square().sum() for y in found).backward()
+        results.append([x.detach() for x in (*found, *(x.grad for x in leaves if x.grad is not None))])
+    return seen, max(float((got - want).norm() / want.norm()) for got, want in zip(*results, strict=True))
+
+
+EDGE = SHORTEST * CHUNK  # from so many tokens on, the loop over chunks is captured
+
+
+@pytest.mark.slow
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("mode", ["training", "inference"])
+@pytest.mark.parametrize(("tokens", "decay", "how"), [
+    (EDGE, "head", "rows"), (EDGE - 1, "key", "solve"), (EDGE + 1, "none", "rows"), (EDGE + CHUNK, "head", "solve"),
+    (EDGE - CHUNK + 1, "none", "solve"), (EDGE + 2 * CHUNK - 1, "key", "rows"),
+])  # fmt: skip
+@pytest.mark.parametrize("final", [False, True])
+def test_loops_over_many_chunks(mode, tokens, decay, how, final):
+    fn, given = called(chunked, inputs(tokens, decay), torch.randn(2, 2, 3, 5), how=how)
+    seen, error = around_loops(fn if final else lambda *xs: fn(*xs)[0], given, mode)
+    assert names(seen.rewrites) == ["delta_rule"] * (1 + final)
+    assert not [note for note in seen.notes if "mixes-elements" in note]
+    assert error < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [SHORTEST - 1, SHORTEST])
+def test_no_loop_is_left_to_unroll(chunks):
+    left = []
+
+    @captures_loops
+    def backend(gm, _):
+        gm = Described().describe(gm)
+        left.extend(captured_loops(gm))
+        return gm
+
+    fn, given = called(chunked, inputs(chunks * CHUNK))
+    torch.compile(fn, backend=backend, fullgraph=True)(*given)
+    assert not left
+
+
+@pytest.mark.slow
+def test_a_loop_that_collects_its_outputs_in_a_list_stays():
+    q, k, v, _, beta = inputs(EDGE, n=17)
+    seen, error = around_loops(lambda *xs: plain(*xs, collect=True)[0], [q, k, v, beta])
+    assert not [note for note in seen.notes if "not-traced" in note]
+    assert error < 1e-5
+
+
+@pytest.mark.slow
+def test_a_loop_that_detaches_its_state_stays():
+    q, k, v, _, beta = inputs(EDGE, n=6)
+    seen, error = around_loops(lambda *xs: plain(*xs, between=lambda state, i: state.detach())[0], [q, k, v, beta])
+    assert not seen.rewrites
+    assert any("[detached]" in note for note in seen.notes)
+    assert error < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [2, EDGE // CHUNK - 1])
+def test_a_step_that_differs_is_seen(late):
+    """Where the first steps look like a delta rule, all of them are compared with one."""
+    q, k, v, _, beta = inputs(EDGE, n=6)
+    weights = torch.ones(EDGE // CHUNK).index_fill(0, torch.tensor(late), 0.5)
+    run = refold.compile(lambda *xs: plain(*xs[:-1], between=lambda s, i: s * xs[-1][i])[0], accept="always")
+    want = plain(*(x.double() for x in (q, k, v, beta)), between=lambda s, i: s * weights[i])[0]
+    assert (run(q, k, v, beta, weights) - want).norm() < 1e-5 * want.norm()
+    assert not operators(run)
+
+
+def test_loops_that_are_too_long_are_named(monkeypatch):
+    monkeypatch.setattr(before_autograd, "LONGEST", 100)
+    fn, given = called(chunked, inputs(EDGE))
+    seen, error = around_loops(fn, given)
+    assert not seen.rewrites
+    assert any("operations long" in note for note in seen.notes)
+    assert error < 1e-5
