@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from refold import ops
-from refold.compat.checks import positive
+from refold.compat.checks import positive, tensors
 from refold.compat.documents import Documents
 from refold.compat.slots import Slots, to_read
 from refold.errors import ArgumentError, ShapeError
@@ -22,6 +22,7 @@ from refold.ops.spec import check_cu_seqlens_values
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 
 
+@tensors()
 def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
     initial_states: Tensor | None = None, return_final_states: bool = False, final_states_out: Tensor | None = None,
@@ -68,6 +69,7 @@ def causal_conv1d_fn(
     return out, states if final_states_out is None else final_states_out.copy_(states)
 
 
+@tensors(conv_state=(3,), weight=(2,))
 def causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
     cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None, *, pad_slot_id: int = -1,

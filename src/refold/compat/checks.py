@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from refold.errors import ArgumentError
+from refold.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from refold.ops.spec import float_dtype
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def tensors(**ranks: tuple[int, ...]) -> Callable[[Function], Function]:
+    """Let a function refuse what is no tensor where one is meant, and other ranks and devices where they are known."""
+
+    def decorate(function: Function) -> Function:
+        op, kinds = function.__name__, {n: k for n, k in function.__annotations__.items() if k.startswith("Tensor")}
+        names = function.__code__.co_varnames
+
+        @wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            device = None
+            for name, value in (*zip(names, args, strict=False), *given.items()):
+                if name not in kinds or (value is None and kinds[name] != "Tensor"):
+                    continue
+                if not isinstance(value, Tensor):
+                    raise DtypeError(f"{op}: {name} must be a torch.Tensor; got {type(value).__name__}. Convert it.")
+                if name not in ranks:
+                    continue
+                if value.ndim not in ranks[name]:
+                    expected = " or ".join(map(str, ranks[name]))
+                    raise ShapeError(
+                        f"{op}: {name} must have {expected} axes; got the shape {tuple(value.shape)}. Reshape {name}."
+                    )
+                device = value.device if device is None else device
+                if value.device != device:
+                    raise DeviceError(f"{op}: {name} is on {value.device}, others are on {device}. Move {name}.")
+            return function(*args, **given)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 def positive(op: str, name: str, value: Any) -> None:

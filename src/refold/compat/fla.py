@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from refold import ops
-from refold.compat.checks import positive
+from refold.compat.checks import positive, tensors
 from refold.errors import ArgumentError
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 
+@tensors()
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
@@ -79,6 +80,7 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
 
 
+@tensors(q=(4,), g=(3,), gk=(4,))
 def fused_recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
     beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
@@ -109,6 +111,7 @@ def fused_recurrent_gated_delta_rule(
     )  # fmt: skip
 
 
+@tensors()
 def chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
@@ -140,6 +143,7 @@ def chunk_kda(
     )  # fmt: skip
 
 
+@tensors()
 def fused_recurrent_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
@@ -159,6 +163,7 @@ def fused_recurrent_kda(
     )  # fmt: skip
 
 
+@tensors()
 def chunk_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
@@ -175,6 +180,7 @@ def chunk_gla(
     )
 
 
+@tensors(v=(4,), g_gamma=(1,))
 def chunk_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False,
@@ -197,6 +203,7 @@ def chunk_simple_gla(
     )  # fmt: skip
 
 
+@tensors()
 def chunk_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,

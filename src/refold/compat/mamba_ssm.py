@@ -16,7 +16,7 @@ from torch import Tensor
 
 from refold import ops
 from refold.compat.causal_conv1d import causal_conv1d_fn, check_index, into, time_last
-from refold.compat.checks import positive, states_dtype
+from refold.compat.checks import positive, states_dtype, tensors
 from refold.compat.documents import Documents
 from refold.compat.norms import RMSNorm, RMSNormGated, layer_norm_fn, rms_norm_fn, rmsnorm_fn
 from refold.compat.slots import step_, steps_
@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 
+@tensors(x=(4,), dt=(3,), B=(4,), C=(4,), z=(4,), initial_states=(4,))
 def mamba_chunk_scan_combined(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
     z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
@@ -98,6 +99,7 @@ def mamba_chunk_scan_combined(
     return results if len(results) > 1 else out
 
 
+@tensors(zxbcdt=(3,), conv1d_weight=(2,), D=(1, 2), outproj_weight=(2,), outproj_bias=(1,))
 def mamba_split_conv1d_scan_combined(
     zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt_bias: Tensor, A: Tensor, D: Tensor,
     chunk_size: int, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
@@ -179,10 +181,11 @@ def mamba_split_conv1d_scan_combined(
         first, second = gated.chunk(2, -1)
         out = torch.cat([F.silu(first) * second, out], -1)
     if outproj_weight is not None:
-        out = _product(out, outproj_weight, outproj_bias)
+        out = _product(op, out, outproj_weight=outproj_weight, outproj_bias=outproj_bias)
     return (out, final) if return_final_states else out
 
 
+@tensors(delta=(3,), z=(3,), A=(2,))
 def selective_scan_fn(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
     delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False,
@@ -220,6 +223,15 @@ def selective_scan_fn(
     return (out, state) if return_last_state else out
 
 
+@tensors(
+    xz=(3,),
+    conv1d_weight=(2, 3),
+    x_proj_weight=(2,),
+    delta_proj_weight=(2,),
+    out_proj_weight=(2,),
+    out_proj_bias=(1,),
+    A=(2,),
+)
 def mamba_inner_fn(
     xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, x_proj_weight: Tensor, delta_proj_weight: Tensor,
     out_proj_weight: Tensor, out_proj_bias: Tensor | None, A: Tensor, B: Tensor | None = None, C: Tensor | None = None,
@@ -276,8 +288,8 @@ def mamba_inner_fn(
     rank, dstate = delta_proj_weight.shape[1], A.shape[1]
     x, z = xz.chunk(2, 1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu").mT
-    projected = F.linear(x, x_proj_weight)
-    delta = F.linear(projected[..., :rank], delta_proj_weight)
+    projected = _product(op, x, x_proj_weight=x_proj_weight)
+    delta = _product(op, projected[..., :rank], delta_proj_weight=delta_proj_weight)
     if dt_rms_weight is not None:
         delta = ops.gated_rmsnorm(delta, None, dt_rms_weight, eps=b_c_dt_rms_eps)
 
@@ -293,9 +305,10 @@ def mamba_inner_fn(
         x, delta, A, *_alike(project("B", slice(rank, rank + dstate)), project("C", slice(-dstate, None)), x.shape[-1]),
         D=D, z=z.mT, dt_bias=delta_bias, dt_softplus=delta_softplus,
     )  # fmt: skip
-    return _product(y, out_proj_weight, out_proj_bias)
+    return _product(op, y, out_proj_weight=out_proj_weight, out_proj_bias=out_proj_bias)
 
 
+@tensors()
 def selective_state_update(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
@@ -413,8 +426,21 @@ def _projection(op: str, name: str, value: Tensor, u: Tensor) -> Tensor:
     return value.movedim(-1, 1)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the output product; callers hand over a float32 bias with 16-bit weights."""
+def _product(op: str, x: Tensor, **given: Tensor | None) -> Tensor:
+    """Return a product with a weight and, if given, a bias; callers hand over a float32 bias with 16-bit weights."""
+    (name, weight), (bias_name, bias) = (*given.items(), ("", None))[:2]
+    assert weight is not None
+    if weight.shape[1] != x.shape[-1]:
+        raise ShapeError(
+            f"{op}: {name} must have {x.shape[-1]} columns; got the shape {tuple(weight.shape)}. Slice or pad {name}."
+        )
+    if not weight.is_floating_point():
+        raise DtypeError(f"{op}: {name} must have real numbers; got {weight.dtype}. Convert {name}.")
+    if bias is not None and len(bias) != len(weight):
+        raise ShapeError(
+            f"{op}: {bias_name} must have one number per row of {name}, {len(weight)}; got {len(bias)}. "
+            f"Slice or pad {bias_name}."
+        )
     return F.linear(x, weight, None if bias is None else bias.to(weight.dtype))
 
 

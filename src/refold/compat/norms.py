@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refold import ops
-from refold.compat.checks import positive, share
+from refold.compat.checks import positive, share, tensors
 from refold.errors import ArgumentError, ShapeError
 from refold.ops.gated_rmsnorm.spec import EPS
 
 __all__ = ["RMSNorm", "RMSNormGated", "layer_norm_fn", "rms_norm_fn", "rmsnorm_fn"]
 
 
+@tensors()
 def layer_norm_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None,
     weight1: Tensor | None = None, bias1: Tensor | None = None, eps: float = 1e-6, dropout_p: float = 0.0,
@@ -105,6 +106,7 @@ def layer_norm_fn(
     return results[0] if len(results) == 1 else tuple(results)
 
 
+@tensors()
 def rms_norm_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None,
     weight1: Tensor | None = None, bias1: Tensor | None = None, eps: float = 1e-6, dropout_p: float = 0.0,
@@ -176,6 +178,7 @@ class RMSNorm(_Scaled):
         )  # fmt: skip
 
 
+@tensors()
 def rmsnorm_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None = None, eps: float = 1e-6,
     group_size: int | None = None, norm_before_gate: bool = True,
