@@ -847,3 +847,23 @@ def test_exported_to_onnx_as_before(name):
     model, ids = make(name), ids_of(1, 6)
     refold.accelerate(model)
     torch.onnx.export(model, (ids,), kwargs={"use_cache": False}, dynamo=True, verbose=False)
+
+
+def test_what_is_no_model_is_named():
+    class Pipeline:
+        model = torch.nn.Linear(2, 2)
+
+        def __getattr__(self, name):
+            return self
+
+    for what, got in ((Pipeline(), "Pipeline"), ([Pipeline.model], "list"), (torch.nn.Linear, "the class Linear")):
+        with pytest.raises(ArgumentError, match=f"model must be a torch.nn.Module; got {got}. Pass a model"):
+            refold.accelerate(what)
+
+
+def test_a_model_that_was_compiled_before():
+    plain = make("mamba2")
+    compiled, ids = torch.compile(copy.deepcopy(plain), backend="eager"), torch.randint(1, VOCAB, (1, 6))
+    assert len(refold.accelerate(compiled).replaced) == 2
+    given = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
+    assert compiled.generate(ids, **given).tolist() == plain.generate(ids, **given).tolist()

@@ -211,7 +211,8 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True,
             25 x Mamba2RMSNorm replaced
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"accelerate: model must be a torch.nn.Module; got {type(model).__name__}. Pass a model.")
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ArgumentError(f"accelerate: model must be a torch.nn.Module; got {got}. Pass a model, or what holds one.")
     cut = group if group is None or isinstance(group, Cut) else Cut(group)
     if (found := vars(model).get(_MARK)) is not None:
         if cut is not None and cut != found.cut:
