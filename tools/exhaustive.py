@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 STAMPS = ROOT / "tests" / "exhaustive.json"
 SHARED = ("src/refold/errors.py", "src/refold/versions.py", "tests/support", "tests/conftest.py")
 HF = (
-    *("accelerate", "awkward", "decoding", "jax_equality", "kernel_repository"),
-    *("packed_attention", "padding", "torch_equality", "warm"),
+    *("accelerate", "awkward", "decoding", "heads", "jax_equality", "kernel_repository"),
+    *("packed_attention", "padding", "ranks", "torch_equality", "warm"),
 )
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attacks": (

@@ -21,9 +21,9 @@ KINDS = ("triton", "numba", "g++", "torch.compile", "autograd.Function", "Thread
 
 
 def facts(entry):
-    """Say what can be different about a candidate: what refuses it, from which folder, under which terms."""
+    """Say what can be different about a candidate: what refuses it, and under which terms."""
     return [
-        *((check, entry.folder) for check in entry.expect),
+        *entry.expect,
         *((name, str(value)) for name, value in entry.terms.items()),
         *(kind for kind in KINDS if kind in entry.text),
     ]

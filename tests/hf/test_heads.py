@@ -17,6 +17,7 @@ from refold.models.torch.heads import _SumRows
 from support.families import OTHERS, ids, make, qwen
 from support.ranks import on_ranks, once
 
+pytestmark = pytest.mark.exhaustive
 BOUND = 1e-6
 """Norms and heads of transformers round to float32."""
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 5}

@@ -28,6 +28,7 @@ from refold.parallel import Cut, shard
 from support.families import NAMES, OTHERS, cache_name, ids, make, qwen
 from support.ranks import on_ranks
 
+pytestmark = pytest.mark.exhaustive
 BOUND = 1e-6
 """Norms and heads of transformers round to float32."""
 OFFSETS = torch.tensor([0, 4, 15, 16, 23])

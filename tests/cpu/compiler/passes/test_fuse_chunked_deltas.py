@@ -142,7 +142,7 @@ EDGE = SHORTEST * CHUNK  # from so many tokens on, the loop over chunks is captu
 
 
 @pytest.mark.slow
-@pytest.mark.rows(4)
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize(("tokens", "decay", "how"), [
     (EDGE, "head", "rows"), (EDGE - 1, "key", "solve"), (EDGE + 1, "none", "rows"), (EDGE + CHUNK, "head", "solve"),
