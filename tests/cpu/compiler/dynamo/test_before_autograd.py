@@ -249,7 +249,7 @@ def test_what_has_no_place_or_cannot_be_traced(id, monkeypatch):
         reason = BeforeAutograd._reason
         monkeypatch.setattr(BeforeAutograd, "_reason", lambda self, inputs, roots: reason(self, inputs, []))
     else:
-        monkeypatch.setattr(before_autograd, "_trace", lambda gm, gradients: 1 / 0)
+        monkeypatch.setattr(before_autograd, "_trace", lambda *_: 1 / 0)
     torch._dynamo.reset()
     entry = Described("training")
 
