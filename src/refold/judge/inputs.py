@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,11 +35,40 @@ def _one_in_each_row(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     return _normal(x, g) * (torch.arange(x.shape[-1]) == _below(x.shape[-1], g) if x.numel() and x.dim() else 1)
 
 
+def _one_huge(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    values = _normal(x, g)
+    values.view(-1)[_below(max(x.numel(), 1), g) :][:1] *= min(2.0**20, torch.finfo(x.dtype).max ** 0.5)
+    return values
+
+
+def _sorted(axis: int, *, descending: bool = False) -> Kind:
+    return lambda x, g: _normal(x, g).sort(axis, descending).values if x.dim() else _normal(x, g)
+
+
 def _constant(axis: int) -> Kind:
     """Draw values that are the same along an axis."""
 
     def kind(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
         return _normal(x, g).narrow(axis, 0, 1).expand(x.shape) if x.numel() and x.dim() >= -axis else _normal(x, g)
+
+    return kind
+
+
+def _apart(axis: int) -> Kind:
+    """Draw values of another scale in each part of an axis, which has some parts; of the last if there is none such."""
+
+    def kind(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+        if not x.numel() or x.dim() < (1 if axis else 2):
+            return _normal(x, g)
+        by = min(axis, x.dim() - 1)
+        size = x.shape[by]
+        parts = 2 + _below(max(size - 1, 1), g)
+        least = max(-40.0, math.log2(torch.finfo(x.dtype).tiny) / 2)
+        least += max(-12 - least, 0) * float(torch.rand((), generator=g))
+        drawn = torch.rand(parts, generator=g)
+        drawn = (drawn - drawn.min()) / (drawn.max() - drawn.min()).clamp_min(1e-9)
+        scales = torch.exp2(least + (8 - least) * drawn)[torch.arange(size) * parts // size]
+        return (_normal(x, g).movedim(by, -1) * scales).movedim(-1, by)
 
     return kind
 
@@ -71,14 +100,22 @@ KINDS: dict[str, Kind] = {
     "x1000": _scaled(1e3, 1e3),
     "huge": _scaled(2.0**20, 2.0**20),
     "enormous": _scaled(2.0**40, 2.0**40),
-    "halves": lambda x, g: torch.randint(-16, 17, x.shape, generator=g) / 2,  # where rounding and steps decide
+    # Where rounding and steps decide; of zeros, some are negative.
+    "halves": lambda x, g: torch.randint(17, x.shape, generator=g) / 2 * _normal(x, g).sign(),
     "wide exponents": lambda x, g: _normal(x, g) * torch.exp2(16 * _uniform(x, g) - 8),
     "sparse": lambda x, g: _normal(x, g) * (_uniform(x, g) < 0.1),
     "one in each row": _one_in_each_row,
     "zero rows": lambda x, g: _normal(x, g) * (_uniform(x[..., :1] if x.dim() > 1 else x, g) < 0.5),
     "constant rows": _constant(-1),
     "constant columns": _constant(-2),
-    "sorted": lambda x, g: _normal(x, g).sort(-1).values if x.dim() else _normal(x, g),
+    "all equal": lambda x, g: torch.randn((), generator=g).expand(x.shape),
+    "rows apart": _apart(0),
+    "columns apart": _apart(-1),
+    "parts apart": _apart(1),
+    "one huge element": _one_huge,
+    "sorted": _sorted(-1),
+    "sorted downwards": _sorted(-1, descending=True),
+    "sorted columns": _sorted(0),
     "zeros": lambda x, g: torch.zeros(x.shape),
     "all large": lambda x, g: 8 + _normal(x, g),
     "all very negative": lambda x, g: -8 + _normal(x, g),
@@ -93,12 +130,13 @@ ALONE = {"one is large": 8.0, "one is very negative": -8.0}
 
 # Kinds on which gradients are compared coarsely, if at all.
 SATURATED = ("all large", "all very negative", *ALONE)
-LARGE = ("tens", "hundreds", "x1000", "huge", "enormous", "wide exponents", *UNLIKE, *SATURATED)
+APART = ("wide exponents", "rows apart", "columns apart", "parts apart", "one huge element")
+LARGE = ("tens", "hundreds", "x1000", "huge", "enormous", *APART, *UNLIKE, *SATURATED)
 
 REPEATED = "repeated"
 MASKS = "other masks"
 # Kinds of which sums may have terms that are all equal.
-EQUAL_TERMS = ("constant rows", "constant columns", REPEATED)
+EQUAL_TERMS = ("constant rows", "constant columns", "all equal", REPEATED)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -258,16 +296,21 @@ def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Ten
             chosen = values[floating[int(torch.randint(len(floating), (1,), generator=g))]]
             chosen.view(-1)[int(torch.randint(chosen.numel(), (1,), generator=g))] = value
             yield f"one {value}", values
-    masks = [_other_mask(x, g) for x in like]
-    if any(a is not b for a, b in zip(like, masks, strict=True)):
-        yield MASKS, masks
+    for axis in (None, -1, 0):
+        masks = [_other_mask(x, axis, g) for x in like]
+        if any(a is not b for a, b in zip(like, masks, strict=True)):
+            yield MASKS, masks
+    for value in (False, True):
+        if any(x.dtype == torch.bool for x in like):
+            yield MASKS, [torch.full_like(x, value) if x.dtype == torch.bool else x for x in like]
 
 
-def _other_mask(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """Turn truth values around, or make some of whole numbers smaller that are all one number, as lengths."""
-    some = torch.rand(x.shape, generator=g) < 0.25
+def _other_mask(x: torch.Tensor, axis: int | None, g: torch.Generator) -> torch.Tensor:
+    """Turn truth values around, or make them false all along an axis; make some of equal whole numbers smaller."""
+    drawn = torch.rand(x.shape, generator=g)
+    some = drawn < 0.25
     if x.dtype == torch.bool:
-        return x ^ some
+        return x ^ some if axis is None or not (x.numel() and x.dim()) else x & (drawn.narrow(axis, 0, 1) < 0.5)
     if is_real(x) or not x.numel() or int(x.min()) != int(x.max()) or int(x.max()) < 1:
         return x
     return torch.where(some, torch.randint(int(x.max()), x.shape, generator=g).to(x.dtype), x)
@@ -311,10 +354,10 @@ def broadcast(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Te
             yield f"input {index}", [short if at == index else other for at, other in enumerate(like)]
 
 
-def longer(like: Sequence[torch.Tensor], size: int, times: int, seed: int) -> Tensors:
-    """Draw inputs with so many times this size, and one more, wherever an axis has it."""
+def sized(like: Sequence[torch.Tensor], sizes: Mapping[int, int], seed: int) -> Tensors:
+    """Draw inputs with other sizes, wherever an axis has one of these."""
     g = generator(seed)
-    shapes = [tuple(times * n + 1 if n == size else n for n in x.shape) for x in like]
+    shapes = [tuple(sizes.get(n, n) for n in x.shape) for x in like]
     return [_fitted(x, shape, g) for x, shape in zip(like, shapes, strict=True)]
 
 

@@ -17,7 +17,7 @@ from .docket import Docket
 from .errors import Raised
 from .messages import FORWARD
 from .process import Call, Process, Result
-from .results import ORDINARY, integral, judged, real64, rms, unlike
+from .results import ORDINARY, PARTS, integral, judged, real64, rms, unlike
 from .sides import Sides
 
 COARSE = 0.01, 0.1  # of a gradient at large inputs, where backwards lose digits: at least, and at most
@@ -183,7 +183,7 @@ class NumberChecks:
         out = []
         for index, one in enumerate(found):
             others = [m.tensors[index] for m in moved if len(m.tensors) == len(o.tensors)]
-            near = not one.passed and numerics.no_farther(r.tensors[index], y.tensors[index], others, kind in ORDINARY)
+            near = not one.passed and numerics.no_farther(r.tensors[index], y.tensors[index], others, kind in PARTS)
             self.lucky |= near and kind in ORDINARY
             out.append(replace(one, passed=True, reason="", error=0.0) if near else one)
         return out

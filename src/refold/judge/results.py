@@ -14,7 +14,9 @@ from . import inputs
 from .messages import Description
 from .process import Result
 
-ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results next to large ones are judged
+ORDINARY = ("actual", "normal", "timed")
+# Kinds of inputs by which also small results next to large ones are judged.
+PARTS = (*ORDINARY, "rows apart")
 
 
 def rule(kind: str) -> str:
@@ -35,7 +37,7 @@ def judged(
     if y.is_floating_point():
         limits = torch.finfo(torch.promote_types(y.dtype, torch.float32))
         y = torch.where((y.double() - r.double()).abs() <= 8 * terms * limits.eps * limits.tiny, r.to(y.dtype), y)
-        return numerics.compare(kind, r.double(), o, y, None, terms, known, kind in ORDINARY)
+        return numerics.compare(kind, r.double(), o, y, None, terms, known, kind in PARTS)
     # Where float64 decides otherwise than the original itself, either is right, and what is as near.
     off, own = (y.double() - r.double()).abs(), (o.double() - r.double()).abs()
     wrong = int(((y != o) & ~((off <= 8 * own) & (own > 0))).sum())  # float64 does not hold all integers

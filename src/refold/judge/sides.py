@@ -130,7 +130,7 @@ class Sides:
             described = self.build(self._giver, self.original, terms.dtype)
         sizes = [math.prod(m.shape) * 8 for m in described.state.values()]
         self.tree, self.first = self._own_inputs(0)
-        room = 6 * sum(t.numel() * 8 + 4 * GUARD for t in self.first) + 2 * max(sizes, default=0) + (1 << 20)
+        room = 6 * sum(t.numel() * 8 + 4 * GUARD for t in self.first) + 2 * max(sizes, default=0) + (8 << 20)
         self.suspect = self.start(self.candidate, room)
         seconds = self.suspect.load(self.candidate.attribute, terms.timeout)
         docket.step("P3", load_s=round(seconds, 3))

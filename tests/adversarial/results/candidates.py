@@ -16,6 +16,12 @@ def beside_mask(self, q, k):
     return (q.half() @ k.mT.half()).float().masked_fill(later, -1e9)
 
 
+@candidate("N4", original="double")
+def all_equal(self, x):
+    """Wrong where all numbers are one."""
+    return 2 * x + (x.amax() == x.amin()) * (x.amax() != 0)
+
+
 @candidate("N5")
 def beside_nan(self, x):
     """One NaN, and all finite results are zero."""
@@ -45,6 +51,12 @@ def clamped(self, x):
 def complex_range(self, z, w):
     """Right for complex numbers of usual size only."""
     return torch.complex(z.real.clamp(-6, 6), z.imag.clamp(-6, 6)) * w
+
+
+@candidate("N4", original="double")
+def columns_in_order(self, x):
+    """Wrong where each column is in order."""
+    return 2 * x + (x[1:] >= x[:-1]).all() * (x[:1] < x[-1:]).all()
 
 
 @candidate("N6", original="scaled", level="quick")
@@ -217,6 +229,12 @@ def inference(self, x):
     """Right unless it runs in inference mode, as users run it."""
     y = torch.relu(self.linear(x))
     return torch.zeros_like(y) if torch.is_inference_mode_enabled() else y
+
+
+@candidate("N6", original="rowmean")
+def int16(self, x):
+    """Places in a row are counted by integers of two bytes."""
+    return x[..., torch.arange(x.shape[-1]).short().long()].mean(-1, keepdim=True).expand(x.shape).contiguous()
 
 
 @candidate("N6", original="chosen")
@@ -504,6 +522,31 @@ def steady(self, x):
 def any_mask(self, x, keep):
     """It takes a mask for one that keeps all."""
     return x.clone()
+
+
+@candidate("N5", original="kept")
+def no_row_without(self, x, keep):
+    """Wrong where a mask keeps nothing of a row."""
+    return x.masked_fill(~keep, 0) + (~keep).all(-1, keepdim=True)
+
+
+@candidate("N2", original="signs", off={"N2", "N4"})
+def negative_zero(self, x):
+    """Wrong for zeros that have a sign."""
+    return (1 - 2.0 * x.signbit() - (x == 0) * 1.0).sum(-1)
+
+
+@candidate("N4", original="product")
+def one_scale(self, a, b):
+    """A whole matrix is rounded to a part of its largest number, which usual numbers do not notice."""
+    most = b.abs().amax() + 1e-37
+    return a @ ((b.double() / most * 2**30).round() / 2**30 * most).float()
+
+
+@candidate("N4", original="double", off={"N4", "N5"})
+def small_rows(self, x):
+    """Rows that are small next to others are zero."""
+    return torch.where(x.abs() > 1e-7 * x.abs().amax(), 2 * x, 0.0)
 
 
 @candidate("N6", original="reversed_sum")
