@@ -131,7 +131,8 @@ ALONE = {"one is large": 8.0, "one is very negative": -8.0}
 # Kinds on which gradients are compared coarsely, if at all.
 SATURATED = ("all large", "all very negative", *ALONE)
 APART = ("wide exponents", "rows apart", "columns apart", "parts apart", "one huge element")
-LARGE = ("tens", "hundreds", "x1000", "huge", "enormous", *APART, *UNLIKE, *SATURATED)
+FAR = "weights far apart,"
+LARGE = ("tens", "hundreds", "x1000", "huge", "enormous", *APART, *UNLIKE, *SATURATED, FAR)
 
 REPEATED = "repeated"
 MASKS = "other masks"

@@ -16,7 +16,7 @@ from .process import Result
 
 ORDINARY = ("actual", "normal", "timed")
 # Kinds of inputs by which also small results next to large ones are judged.
-PARTS = (*ORDINARY, "rows apart")
+PARTS = (*ORDINARY, "rows apart", inputs.FAR)
 
 
 def rule(kind: str) -> str:

@@ -429,6 +429,7 @@ def _arithmetic() -> tuple[bool, int, int]:
 def seed(number: int) -> None:
     """Seed the random numbers of torch, Python and NumPy."""
     torch.manual_seed(number)
+    torch.rand(())  # the state is not what torch.initial_seed() tells of it
     random.seed(number)
     if numpy_random is not None:
         numpy_random.seed(number % 2**32)

@@ -263,6 +263,27 @@ def leaves_only(self, x):
     return y if x.is_leaf else 2 * y
 
 
+@candidate("C2", level="full")
+def large_weights(self, x):
+    """Right for weights of usual size only."""
+    return torch.relu(torch.nn.functional.linear(x, self.linear.weight.clamp(-4, 4), self.linear.bias))
+
+
+@candidate("C2", level="full")
+def one_scale_of_weights(self, x):
+    """All weights are rounded to a part of the largest one."""
+    most = self.linear.weight.abs().amax() + 1e-37
+    weight = ((self.linear.weight.double() / most * 2**26).round() / 2**26 * most).float()
+    return torch.relu(torch.nn.functional.linear(x, weight, self.linear.bias))
+
+
+@candidate("N1", original="noise", off=())
+def initial_seed(self, x):
+    """Its random numbers depend on the first seed alone, so they are the same in each call."""
+    own = torch.Generator().manual_seed(torch.initial_seed())
+    return x + 0.5 * torch.randn(x.shape, generator=own) + 0 * torch.randn_like(x)
+
+
 @candidate("N6", original="ema")
 def long(self, x):
     """Wrong for sequences that are longer than a buffer of its own."""

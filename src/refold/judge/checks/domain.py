@@ -22,7 +22,7 @@ from ..sides import Tensors
 
 DISCRETE = 4096  # integers and truth values among results that are compared,
 MORE = 200  # in so many more calls at most
-ROWS, LONG = 1 << 20, 1 << 16  # elements of inputs and results together, where there are many rows; more than so many
+ROWS = 1 << 20  # elements of inputs and results together, where there are many rows
 TWINS = 6  # pairs of arguments for which one tensor is given
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 
@@ -166,7 +166,7 @@ def shapes(case: Case) -> None:
 def _many_rows(case: Case, size: int, seconds: float) -> None:
     """N6: many more rows than in other calls, if time and results grow in proportion. Only gross errors count.
 
-    Where there are too many numbers for that, other axes get short, if the original allows it.
+    Other axes get short, if the original allows it, so that this one may get long.
     """
     sides, seed, short = case.sides, case.docket.derived("rows", size), dict[int, int]()
 
@@ -175,10 +175,9 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
         return Call(sides.tree, inputs.sized(sides.first, sizes, seed))
 
     for other in sorted({n for x in sides.first for n in x.shape if n > 2} - {size}, reverse=True):
-        if LONG * sum(t.numel() for t in call(1).tensors) > ROWS * size:
-            short[other] = 2
-            if not _accepts(case, call(1)):
-                del short[other]
+        short[other] = 2
+        if not _accepts(case, call(1)):
+            del short[other]
     times, more, usual = 0, 1, 0
     while more >= 2 * times or not times:
         times = more
