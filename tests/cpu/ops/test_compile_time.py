@@ -245,6 +245,7 @@ class Read(Exception):
     """Triton has read a kernel; the rest of its compile is left out."""
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in operators() if absence(load(name), "triton") is None])
 def test_triton_reads_every_kernel(compiled, monkeypatch, name, dtype):

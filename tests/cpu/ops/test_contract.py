@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -87,18 +88,32 @@ def test_properties_of_all_cases(spec: OpSpec, backend: str, case: Example) -> N
             check(name, problem(spec, case), backend)
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in CORE])
-@pytest.mark.parametrize(
-    ("spec", "backend", "case"),
-    [c for c in cells(6, "packed_empty") if c.values[1] in SLOW and c.values[2] is not None],
-)
+def properties() -> Iterator[Any]:
+    """Yield cells of slow backends and checks. A pack is always among the cases: no other case says what a sequence
+    must not see of its neighbours; how it is cut into chunks, others say, too."""
+    for cell in cells(6, "packed_empty"):
+        _, backend, case = cell.values
+        for name in CHECKS if backend in SLOW and case is not None else ():
+            if name not in CORE:
+                marks = [*cell.marks, *([pytest.mark.exhaustive] if case.lengths and name == "chunk_size" else [])]
+                yield pytest.param(*cell.values, name, marks=marks, id=f"{cell.id}-{name}")
+
+
+@pytest.mark.parametrize(("spec", "backend", "case", "name"), list(properties()))
 def test_properties_of_slow_backends(spec: OpSpec, backend: str, case: Example, name: str) -> None:
-    """A pack is always among the cases: no other case says what a sequence must not see of its neighbours."""
     check(name, problem(spec, case), backend)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("spec", "backend", "case"), list(cells(6, "all_t25")))
+def halves() -> Iterator[Any]:
+    """Yield cells and dtypes; of JAX, without exhaustive tests, one case in one of them."""
+    for cell, dtype in product(cells(6, "all_t25"), ("bfloat16", "float16")):
+        spec, backend, case = cell.values
+        once = backend != "jax" or case is None or (case.name, dtype) == (spec.complete, "bfloat16")
+        marks = [*cell.marks, *([] if once else [pytest.mark.exhaustive])]
+        yield pytest.param(*cell.values, dtype, marks=marks, id=f"{cell.id}-{dtype}")
+
+
+@pytest.mark.parametrize(("spec", "backend", "case", "dtype"), list(halves()))
 def test_half_precision(spec: OpSpec, backend: str, case: Example, dtype: str) -> None:
     given = problem(spec, case, dtype)
     for name in CORE:

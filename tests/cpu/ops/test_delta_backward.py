@@ -18,7 +18,7 @@ from refold.ops.spec import load
 from refold.ops.testing import check, problem
 from refold.ops.torch import tables
 
-pytestmark = pytest.mark.rows(12)
+pytestmark = pytest.mark.rows(24)
 
 SPEC = load("delta_rule")
 CASES = {case.name: case for case in SPEC.cases()}
@@ -55,6 +55,7 @@ def test_cuts_of_a_pack(name):
     check("gradients", problem(SPEC, replace(case, sizes=sizes, lengths=(0, 5, 49, 0, 1))), "triton")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("cut", ["segments", "blocks"], indirect=True)
 @pytest.mark.parametrize("name", ["read_keys", "per_key_t9"])

@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from refold.ops.delta_rule.reference import delta_rule as reference  # noqa: E402
 from refold.ops.delta_rule.tables import BACKWARD, FORWARD  # noqa: E402
 from support import gluon  # noqa: E402
+from support.products import few  # noqa: E402
 
 KERNELS = [
     f"refold.ops.delta_rule._gluon_{part}_kernels"
@@ -178,7 +179,7 @@ def test_a_planted_bug_is_found(decay, reset, right, wrong, launched, monkeypatc
     assert KEYED in launched
 
 
-@pytest.mark.parametrize(
+@few(
     ("sizes", "config", "erase", "spoiled"),
     [
         ({"t": 70, "n": 128, "p": 128}, {}, True, None),
@@ -190,6 +191,7 @@ def test_a_planted_bug_is_found(decay, reset, right, wrong, launched, monkeypatc
         ({"t": 140, "n": 96, "p": 72, "keyed": True}, {}, True, "v"),
         ({"t": 130, "keyed": True, "lengths": [64, 66]}, {}, False, None),
     ],
+    [({"t": 100, "keyed": True}, {}, True, "dy")],
 )
 def test_gradients_are_those_of_the_plain_kernels(sizes, config, erase, spoiled, launched):
     """Also where a value is not finite: there, the plain kernels do it again."""

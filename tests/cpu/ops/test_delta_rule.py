@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from refold.ops.delta_rule.nonfinite import spoiled_results
 from refold.ops.spec import Example, load
 from refold.ops.testing import CHECKS, Problem, check, frame_of, oracle, problem
 from refold.ops.torch import registry
-from support.products import each_pair
+from support.products import covering, each_pair, others_exhaustive, pairs
 
 pytestmark = pytest.mark.rows(6)
 
@@ -35,7 +35,7 @@ BOTH = pytest.mark.parametrize(
         pytest.param(
             *each.values,
             per_key,
-            marks=[*each.marks, *[pytest.mark.exhaustive] * (per_key and each.values[0] == "jax")],
+            marks=[*each.marks, *[pytest.mark.exhaustive] * (each.values[0] == "jax")],
         )
         for each in BACKENDS
         for per_key in (False, True)
@@ -112,7 +112,12 @@ def test_ends_of_strengths_and_decays(backend: str, per_key: bool, g: Any, beta:
     holds(given, backend)
 
 
-@each_pair(backend=NAMES, per_key=[False, True], length=[n for n in LENGTHS if n])
+ROWS = list(product(NAMES, [False, True], [n for n in LENGTHS if n]))
+# JAX compiles for each length: without exhaustive tests, for the last.
+KEPT = covering(ROWS, lambda row: pairs(row) if row[0] != "jax" else [row] if row[2] == LENGTHS[-1] else [])
+
+
+@pytest.mark.parametrize(("backend", "per_key", "length"), others_exhaustive(ROWS, KEPT))
 def test_lengths(backend: str, per_key: bool, length: int) -> None:
     if reason := absence(SPEC, backend):
         pytest.skip(reason)

@@ -66,6 +66,7 @@ def test_half_precision(dtype, launched):
     assert "_selective_scan_bwd_lanes_kernel" in launched
 
 
+@pytest.mark.exhaustive
 @interpreted
 @pytest.mark.parametrize("name", ["all_t17", "packed_empty"])
 def test_values_that_are_not_finite(name, launched):

@@ -10,7 +10,7 @@ from refold.errors import ArgumentError
 from refold.ops.spec import load
 from refold.ops.torch.slots import Places, update
 
-pytestmark = pytest.mark.rows(2)
+pytestmark = pytest.mark.rows(4)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_triton_interpreted, in a process of its own", allow_module_level=True)

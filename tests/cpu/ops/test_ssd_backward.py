@@ -48,6 +48,7 @@ def test_cuts_change_nothing(cut, cut_by):
     check("gradients", problem(SPEC, replace(case, name=cut, sizes=sizes)), "triton")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cut", ["blocks_and_splits", "channels_and_states_in_blocks"])
 def test_what_is_not_finite_stays_in_its_place(cut, cut_by):
     """Each block of heads, and each block of states, is done again by itself."""

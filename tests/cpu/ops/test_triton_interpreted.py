@@ -23,6 +23,7 @@ HALF = {"ssd": ("plain_t1", "all_t15"), "delta_rule": ("all_t25", "per_key_t9", 
 """Cases in 16 bits."""
 BAD = {"ssd": "all_t15", "selective_scan": "plain_t1", "linear_scan": "packed_empty", "delta_rule": "per_key_t9"}
 """Cases with values that are not finite."""
+KERNELS = "ssd_backward", "ssd_hopper", "slots", "gluon_interpreted", "interpreter", "delta_hopper", "delta_backward"
 
 
 @pytest.mark.slow
@@ -57,14 +58,10 @@ def test_contract_interpreted(rows: str) -> None:
 
 @pytest.mark.slow
 @ONCE_OR_ALL
-@pytest.mark.parametrize(
-    "names",
-    [("ssd_backward", "ssd_hopper", "slots", "gluon_interpreted", "interpreter"), ("delta_hopper", "delta_backward")],
-)
-def test_kernels_interpreted(names: tuple[str, ...], rows: str) -> None:
+def test_kernels_interpreted(rows: str) -> None:
     """The files about kernels of one operator."""
     passed(
-        *(str(Path(__file__).with_name(f"test_{name}.py")) for name in names),
+        *(str(Path(__file__).with_name(f"test_{name}.py")) for name in KERNELS),
         "-m",
         "" if rows == "exhaustive" else rows,
     )
@@ -72,14 +69,7 @@ def test_kernels_interpreted(names: tuple[str, ...], rows: str) -> None:
 
 @pytest.mark.slow
 @ONCE_OR_ALL
-def test_ranks_interpreted(rows: str) -> None:
-    """What kernels add where ranks share a sequence."""
-    assert "skipped" not in passed(str(Path(__file__).with_name("test_ranks.py")), "-k", "what_enters", "-m", rows)
-
-
-@pytest.mark.slow
-@ONCE_OR_ALL
-def test_sweeps_interpreted(rows: str) -> None:
-    """The sweeps of coupled carries and of running maxima, as a GPU runs them."""
-    file = Path(__file__).parent.parent / "compiler" / "test_systems.py"
-    assert "skipped" not in passed(str(file), "-k", "gpu", "-m", rows)
+def test_ranks_and_sweeps_interpreted(rows: str) -> None:
+    """What kernels add where ranks share a sequence; the sweeps of coupled carries and of running maxima."""
+    files = [Path(__file__).with_name("test_ranks.py"), Path(__file__).parent.parent / "compiler" / "test_systems.py"]
+    assert "skipped" not in passed(*map(str, files), "-k", "what_enters or gpu", "-m", rows)
