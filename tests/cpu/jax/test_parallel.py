@@ -61,7 +61,7 @@ def both_kinds(*rows):
 
 
 @pytest.mark.slow
-@both_kinds(("granite", AxisType.Explicit))
+@both_kinds(("mamba2", AxisType.Explicit))
 def test_heads_over_devices(name: str, kind: AxisType) -> None:
     config = CONFIGS[name]
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(kind,))

@@ -81,7 +81,7 @@ def symbols(one):
 @few(
     ("name", "packed"),
     [*((n, False) for n in SIZES), *((n, True) for n in PACKED)],
-    [("ssd_step", False), ("selective_scan", True), ("delta_rule", False), ("gated_rmsnorm", False)],
+    [("ssd_step", False), ("selective_scan", True), ("gated_rmsnorm", False)],
 )
 def test_one_program_serves_all_lengths(name, packed):
     calls = [given(name, 1, sum(lengths), lengths) for lengths in PACKS] if packed else None

@@ -159,12 +159,12 @@ def test_plain_call_is_the_definition(name: str) -> None:
     equal(name, plain(name)[0], given(name).reference())
 
 
-@few("ssd-chunks", "ssd_step", "selective_scan-packed", "linear_scan", "causal_conv1d-packed", "gated_rmsnorm")
+@few("ssd_step", "causal_conv1d-packed", "gated_rmsnorm")
 def test_jit_of_gradients(name: str) -> None:
     equal(name, jax.jit(value_and_gradients(name))(examples(name)[1]), plain(name, 1))
 
 
-@few("ssd-packed", "ssd_step", "selective_scan-packed", "linear_scan-packed", "causal_conv1d-packed", "gated_rmsnorm")
+@few("ssd_step", "selective_scan-packed", "linear_scan-packed", "causal_conv1d-packed", "gated_rmsnorm")
 def test_vmap_of_values_and_gradients(name: str) -> None:
     """Over every array at once; packs are cut in other places in each example."""
     equal(name, jax.vmap(value_and_gradients(name))(stack(examples(name))), all_plain(name))
@@ -180,7 +180,7 @@ def test_vmap_over_one_array(name: str) -> None:
     equal(name, found, stack([operator(name)({**first, one: x}) for x in xs]))
 
 
-@few("ssd-packed", "selective_scan", "linear_scan-packed", "causal_conv1d_step", "gated_rmsnorm")
+@few("ssd-packed", "linear_scan-packed", "causal_conv1d_step", "gated_rmsnorm")
 def test_gradients_inside_and_through_scan(name: str) -> None:
     inside = jax.lax.scan(lambda _, arrays: (None, value_and_gradients(name)(arrays)), None, stack(examples(name)))[1]
     equal(name, inside, all_plain(name))
@@ -191,7 +191,7 @@ def test_gradients_inside_and_through_scan(name: str) -> None:
     equal(name, value_and_gradients(name, scanned)(stack(examples(name))), all_plain(name))
 
 
-@few("ssd", "selective_scan", "linear_scan", "causal_conv1d-packed")
+@few("selective_scan", "linear_scan", "causal_conv1d-packed")
 def test_checkpoint(name: str) -> None:
     checkpointed = value_and_gradients(name, jax.checkpoint(operator(name)))
     equal(name, checkpointed(examples(name)[0]), plain(name))
@@ -253,11 +253,15 @@ ROWS = {name: "*" if name == "gated_rmsnorm" else "b k" for name in SPREAD if "p
 HEADS = {name: "*" if "linear" in name else "h d" if "one_group" in name else "h d g" for name in SPREAD}
 
 
+def recurrence(name: str) -> str:
+    return name.partition("-")[0].removesuffix("_step")
+
+
 SHARDS = [*ROWS.items(), *HEADS.items()]
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"), others_exhaustive(SHARDS, covering(SHARDS, lambda row: (row[0].partition("-")[0], row[1])))
+    ("name", "cut"), others_exhaustive(SHARDS, covering(SHARDS, lambda row: (recurrence(row[0]), row[1])))
 )
 def test_shard_map(name: str, cut: str) -> None:
     """Batch or heads over eight devices, with JAX's default checks; gradients of what all devices share are summed."""
@@ -291,10 +295,10 @@ MESHES = [(name, cuts, kind) for name, cuts in CUTS for kind in (AxisType.Auto, 
 
 
 def facts(row: tuple[str, dict[str, str], AxisType]) -> Iterator[Any]:
-    """Yield each recurrence, whole or step by step, and each way to be cut, in each kind of mesh."""
+    """Yield each recurrence, each way to be cut, and each kind of mesh."""
     name, cuts, kind = row
     ways = tuple("t" if letters == "t" else "rows" if letters == ROWS.get(name) else "heads" for letters in cuts)
-    yield from (name.partition("-")[0].removesuffix("_step"), (ways, kind))
+    yield from (recurrence(name), ways, kind)
 
 
 @pytest.mark.parametrize(
