@@ -15,13 +15,13 @@ from refold.compiler.session import GraphCompile
 from refold.report import GraphReport
 from support.agreement import check
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 STEPS = 21
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(16)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_found_and_right(name, training):

@@ -20,7 +20,7 @@ from support import programs, random_graphs, random_loops, random_states, trial
 from support.examples import examples
 from support.layers import LAYERS, Sizes
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 
 @examples(40)

@@ -23,7 +23,7 @@ from refold.compiler.validate import region
 from refold.verify.timing import Timing
 from support.scans import Described
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 T, D = 20, 6
 

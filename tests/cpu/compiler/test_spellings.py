@@ -14,7 +14,7 @@ from refold.compiler.recurrence.states import LoopVectorizer
 from refold.compiler.recurrence.vectorize import Value
 from support.agreement import check, outputs, rewritten
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 BATCH, STEPS, CHANNELS, HEADS, HEAD = 2, 24, 6, 2, 4
 

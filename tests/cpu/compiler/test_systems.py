@@ -8,7 +8,7 @@ from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM
 
 STEPS = 7
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
-pytestmark = [pytest.mark.filterwarnings("ignore:invalid value"), pytest.mark.rows(8)]  # of Triton's interpreter
+pytestmark = [pytest.mark.filterwarnings("ignore:invalid value"), pytest.mark.rows(16)]  # of Triton's interpreter
 
 
 SYSTEMS = [

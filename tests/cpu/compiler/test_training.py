@@ -19,7 +19,7 @@ from refold.report import Report
 from support.scans import Described
 from support.tiny_lm import losses
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 
 @pytest.mark.exhaustive

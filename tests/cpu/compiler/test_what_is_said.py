@@ -12,7 +12,7 @@ from refold.compiler.pipeline import run
 from refold.report import Report
 from support.products import few
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 
 def delta_chunks(q, k, v, beta, size=16):

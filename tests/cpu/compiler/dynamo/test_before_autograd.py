@@ -36,12 +36,11 @@ from support.chunked import (
     multiplied,
     repeat_groups,
 )
-from support.products import each_pair
 from support.scans import Described
 from support.trained import inferred, trained
 from support.trial import no_code
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 SCAN = "fuse chunked scan"
 SKIP = "absorb skip"
@@ -62,6 +61,7 @@ def softplus(listing):
     return lambda x, a, B, C: listing(x, -F.softplus(a), B, C)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("listing", [*SPELLINGS.values()][::2], ids=[*SPELLINGS][::2])
 def test_chunked_scans_in_training(listing):
     entry, error = trained(softplus(listing), *differentiable(*inputs()))
@@ -69,6 +69,7 @@ def test_chunked_scans_in_training(listing):
     assert error < 8
 
 
+@pytest.mark.exhaustive
 def test_log_decays_of_any_size_are_not_divided_by_in_training():
     """Near zero their gradients would be lost. The report says so, of a scan and of nothing else."""
     x, a, B, C = inputs()
@@ -387,6 +388,7 @@ def module_of(layer):
     return call, [weight.detach().clone().requires_grad_() for weight in weights.values()]
 
 
+@pytest.mark.exhaustive
 def test_convolutions_are_unrolled():
     call, weights = module_of(Layer(widen=False))
     entry, error = trained(call, torch.randn(2, 12, 8), *weights)
@@ -462,7 +464,10 @@ SILUS = [  # what is made of the result, how many operators compute a SiLU
 ]
 
 
-@each_pair(run=[trained, inferred], dtype=[torch.float32, torch.bfloat16], case=SILUS)
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("run", [trained, inferred])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SILUS)
 def test_a_convolution_computes_the_silu_that_reads_it(case, dtype, run, operators_pay):
     after, silus = case
     args = differentiable(*(x.to(dtype) for x in (torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))))
@@ -523,7 +528,10 @@ NORMS = [  # the norm, whether it is an operator
 ]
 
 
-@each_pair(run=[trained, inferred], dtype=[torch.float32, torch.bfloat16], case=NORMS)
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("run", [trained, inferred])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", NORMS)
 def test_gated_norms_are_operators(case, dtype, run, operators_pay):
     norm, operator = case
     shapes = (2, 5, 6), (2, 5, 6), (6,), (6, 1, 3)
@@ -571,6 +579,7 @@ def test_a_planted_bug_in_a_convolution_is_refused(monkeypatch, operators_pay):
     assert "not equal" in validate_region(rewrite, actual, Options(accept="always")).reason
 
 
+@pytest.mark.exhaustive
 def test_a_scan_that_was_widened_runs_in_16_bits():
     layer = Layer(widen=True).bfloat16()
     call, weights = module_of(layer)
@@ -599,6 +608,7 @@ def test_a_scan_in_16_bits_is_replayed(tmp_path):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_a_result_that_stays_wide_keeps_the_scan_wide():
     def layer(x, a, B, C):
         return Listing()(x.float(), -F.softplus(a.float()), B.float(), C.float())[0]
@@ -806,6 +816,7 @@ def test_random_gated_convolutions_in_inference(keywords, activation, norm, last
     assert [y.stride() for y in leaves(found[0])] == [y.stride() for y in leaves(layer(*args))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("verify", ["off", "quick"])
 def test_a_rewrite_that_makes_a_tensor_of_a_size_that_is_a_symbol(verify):
     def fn(x):

@@ -13,7 +13,7 @@ from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
 from refold.report import GraphReport
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, T, D, N = 2, 40, 5, 3
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import refold
 from support.scans import spliced
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, T, D = 2, 24, 4
 
@@ -113,6 +113,7 @@ def test_two_loops_that_differ_in_a_constant_are_two_programs():
     assert [row.status for row in compiled.report.rewrites] == ["applied", "applied"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.codegen
 def test_draws_are_those_of_torch_compile():
     def fn(x):

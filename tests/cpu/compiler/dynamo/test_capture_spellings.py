@@ -8,7 +8,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 import refold
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, T, D = 2, 40, 5
 

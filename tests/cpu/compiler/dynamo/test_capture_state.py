@@ -11,7 +11,7 @@ from torch import nn
 import refold
 from refold.compiler.dynamo import captures_loops
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, T, D = 2, 40, 5
 

@@ -12,7 +12,7 @@ from refold.compiler.ir.moves import Cat
 from refold.compiler.recurrence import systems
 from support.programs import Program, judge_captured
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 STEPS = 17
 few = settings(max_examples=4, deadline=None, derandomize=True, database=None)
@@ -113,6 +113,7 @@ def test_a_carry_that_begins_with_another_shape_is_not_split():
     assert outcome(fn, draw(2, STEPS, 3), draw(3)).failure == ""
 
 
+@pytest.mark.exhaustive
 def test_convolved_windows():
     def fn(x, w, dense):
         h, out = x.new_zeros(x.shape[0], x.shape[2], 2), []
@@ -243,6 +244,7 @@ def reset_before(kind):
     return fn
 
 
+@pytest.mark.exhaustive
 def test_a_state_that_is_changed_in_place_and_then_replaced_is_a_carry():
     right(reset_before(""), draw(2, STEPS, 3), 0.5 * draw(3, seed=1), found="linear_scan")
     right(reset_before(""), draw(2, STEPS, 3), 0.5 * draw(3, seed=1), found="linear_scan", gradient=False)
@@ -288,6 +290,7 @@ def positions(kind, offset):
     return fn
 
 
+@pytest.mark.exhaustive
 @few
 @given(st.sampled_from(["outer", "power", "middle"]), st.integers(0, 3))
 def test_growing_tensors(kind, offset):
@@ -300,6 +303,7 @@ def test_wrong_numbers_are_caught(monkeypatch):
     assert outcome(positions("outer", 1), draw(2, STEPS, 3)).failure
 
 
+@pytest.mark.exhaustive
 def test_overlapping_windows_and_parts_of_a_split():
     def fn(x, w):
         h, out = torch.zeros_like(x[:, 0]), []
@@ -329,6 +333,7 @@ def season(x, a):
     return y
 
 
+@pytest.mark.exhaustive
 def test_a_window_that_nothing_reads_stays():
     def fn(x):
         window = x.new_zeros(2, 3)

@@ -14,7 +14,7 @@ from support.scans import Described
 # Where a function is left in the middle, Dynamo asks a result for its gradient.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.rows(8),
+    pytest.mark.rows(16),
 ]
 
 B, T, D = 2, 20, 3

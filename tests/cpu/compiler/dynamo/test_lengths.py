@@ -8,7 +8,7 @@ from refold.compiler.dynamo import captures_loops, notes
 from refold.compiler.dynamo.capture.lengths import KEEPS_SYMBOLS
 from refold.compiler.ir.captured_loop import CapturedLoop
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 symbolic = pytest.mark.skipif(not KEEPS_SYMBOLS, reason="needs torch 2.13: before, each length is compiled anew")
 LENGTHS = (24, 40, 33, 17, 16, 3, 1)
@@ -218,6 +218,7 @@ def test_one_trace_for_all_lengths(fn, counting):
     assert len(captured) == 2 if fn is not first_item_before else len(captured) <= 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fn", EACH if KEEPS_SYMBOLS else [*ONE, *EACH])
 def test_else_each_length_is_traced_with_its_number(fn, counting):
     compiled = torch.compile(fn, backend=counting)
@@ -294,6 +295,7 @@ def test_the_check_covers_symbolic_lengths():
     assert second.checks
 
 
+@pytest.mark.exhaustive
 @symbolic
 def test_what_needs_the_number_says_so():
     compiled = refold.compile(counted, accept="always", verify="off", strict=True, cache=False)
@@ -312,6 +314,7 @@ def test_an_empty_batch_is_what_eager_gives():
         assert torch.autograd.grad(got.sum(), x)[0].shape == x.shape
 
 
+@pytest.mark.exhaustive
 def test_the_last_compile_is_said():
     compiled = refold.compile(unbound, accept="always", verify="off", strict=True, cache=False)
     with torch._dynamo.config.patch(recompile_limit=2):

@@ -202,7 +202,7 @@ def without(**checks):
 
 
 # Of names, one in so many; each is a process.
-SHARES = pytest.mark.parametrize("share", [24, pytest.param(1, marks=[pytest.mark.exhaustive, pytest.mark.slow])])
+SHARES = pytest.mark.parametrize("share", [48, pytest.param(1, marks=[pytest.mark.exhaustive, pytest.mark.slow])])
 
 
 def each(symbols):

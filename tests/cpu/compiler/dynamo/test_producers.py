@@ -8,7 +8,7 @@ import refold
 from refold.compiler.dynamo import to_scan
 from support.scans import compiled, flat, names, operators, spliced
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, T, D, N, H = 2, 40, 6, 4, 2
 

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 import refold
 from refold.compiler.dynamo.call_site import CallSite
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 STEPS = 33
 
@@ -117,6 +117,7 @@ def test_results_are_the_views_that_eager_returns(fn, shapes, training):
     assert compare(fn, shapes, training)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fn", [biquad, items], ids=lambda fn: fn.__name__)
 def test_with_a_length_that_only_a_run_knows(fn):
     assert compare(fn, [(2, STEPS, 8)], training=True, dynamic=True)
@@ -161,6 +162,7 @@ def test_what_a_later_line_changes_is_returned_as_it_is_then():
     torch.testing.assert_close(refold.compile(fn, strict=True, accept="always")(x), fn(x))
 
 
+@pytest.mark.exhaustive
 def test_one_tensor_at_the_first_step_and_several_at_the_last():
     """Two carries that start as one tensor are told apart by the step that made what they hold."""
 
@@ -201,6 +203,7 @@ def in_a_dictionary(x):
     return state
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fn", [in_a_tuple, in_a_list, in_a_dictionary], ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_state_that_moves_within_what_keeps_it(fn, training):

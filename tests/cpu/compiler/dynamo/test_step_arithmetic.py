@@ -8,7 +8,7 @@ import torch
 import refold
 from support.scans import spliced
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, T, D = 2, 24, 4
 

@@ -13,7 +13,7 @@ from refold.compiler.validate.region import validate_region
 from refold.verify.numerics import unit_roundoff
 from support.chunked import BATCH, CHANNELS, HEADS, Listing, inputs, repeat_groups
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 NAME = "absorb skip"
 TOKENS = 6

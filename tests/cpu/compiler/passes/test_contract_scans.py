@@ -5,7 +5,7 @@ import torch
 
 import refold
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, T, D, N = 2, 24, 6, 4
 

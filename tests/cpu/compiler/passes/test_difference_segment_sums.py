@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 
 def segment_sum(a, diagonal=-1):

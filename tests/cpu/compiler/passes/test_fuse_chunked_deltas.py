@@ -13,7 +13,7 @@ from refold.verify.numerics import unit_roundoff
 from support.chunked_deltas import CHUNK, chunked, inputs
 from support.scans import Described, flat, names, operators, spliced
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 NAME = "fuse chunked delta rule"
 
@@ -86,6 +86,7 @@ def test_training(decay):
         assert (got - want).norm() <= 1e-5 * want.norm()
 
 
+@pytest.mark.exhaustive
 def test_parts_without_gradients_keep_them(recwarn):
     """A chunk that the code detaches has no gradient: nothing may be put in its place."""
 
@@ -142,7 +143,7 @@ EDGE = SHORTEST * CHUNK  # from so many tokens on, the loop over chunks is captu
 
 
 @pytest.mark.slow
-@pytest.mark.rows(12)
+@pytest.mark.rows(24)
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize(("tokens", "decay", "how"), [
     (EDGE, "head", "rows"), (EDGE - 1, "key", "solve"), (EDGE + 1, "none", "rows"), (EDGE + CHUNK, "head", "solve"),
@@ -173,6 +174,7 @@ def test_no_loop_is_left_to_unroll(chunks):
     assert not left
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_loop_that_collects_its_outputs_in_a_list_stays():
     q, k, v, _, beta = inputs(EDGE, n=17)
@@ -181,6 +183,7 @@ def test_a_loop_that_collects_its_outputs_in_a_list_stays():
     assert error < 1e-5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_loop_that_detaches_its_state_stays():
     q, k, v, _, beta = inputs(EDGE, n=6)
@@ -202,6 +205,7 @@ def test_a_step_that_differs_is_seen(late):
     assert not operators(run)
 
 
+@pytest.mark.exhaustive
 def test_loops_that_are_too_long_are_named(monkeypatch):
     monkeypatch.setattr(before_autograd, "LONGEST", 100)
     fn, given = called(chunked, inputs(EDGE))

@@ -25,7 +25,7 @@ from support.chunked import (
     repeat_groups,
 )
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 NAME = "fuse chunked scan"
 
@@ -75,6 +75,7 @@ def test_padding_is_dropped(rewritten, tokens):
     assert f"{tokens} tokens" in outcome.rewrites[0].detail
 
 
+@pytest.mark.exhaustive
 def test_padding_of_some_is_kept(rewritten):
     def layer(x, a, B, C):
         return Listing()(F.pad(x, (0, 0, 0, 0, 0, 1)), a, B, C)[0]
@@ -106,6 +107,7 @@ def test_step_size_is_taken_out_of_decay_and_input(rewritten, scaled):
     assert "div" not in "".join(outcome.targets)
 
 
+@pytest.mark.exhaustive
 def test_decay_apart_from_the_input(rewritten):
     x, a, B, C = inputs()
     a[:, ::3] = 0
@@ -113,6 +115,7 @@ def test_decay_apart_from_the_input(rewritten):
     check(rewritten(Listing(), x, a, B, C), 2)
 
 
+@pytest.mark.exhaustive
 def test_constant_decay(rewritten):
     def retention(x, log_gamma, B, C):
         return Listing()(x, log_gamma.expand(x.shape[:3]), B * 0.25, C)[0]
@@ -123,6 +126,7 @@ def test_constant_decay(rewritten):
     assert "div" not in "".join(outcome.targets)
 
 
+@pytest.mark.exhaustive
 def test_heads_before_time(rewritten):
     def layer(x, a, B, C):
         return Listing()(x.transpose(1, 2), a.transpose(1, 2), B.transpose(1, 2), C.transpose(1, 2))[0].transpose(1, 2)
@@ -130,11 +134,13 @@ def test_heads_before_time(rewritten):
     check(rewritten(layer, *(v.transpose(1, 2).contiguous() for v in inputs())), 1)
 
 
+@pytest.mark.exhaustive
 def test_growing_states_are_right(rewritten):
     x, a, B, C = inputs(48)
     check(rewritten(partial(Listing(chunk=8)), x, a.abs(), B, C), 2)
 
 
+@pytest.mark.exhaustive
 def test_double_precision(rewritten):
     outcome = rewritten(Listing(), *(v.double() for v in inputs()))
     assert outcome.names == [NAME] * 2
@@ -165,6 +171,7 @@ def test_last_state_alone_is_one_product(rewritten, name, initial):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
+@pytest.mark.exhaustive
 def test_last_state_of_groups_with_step_sizes(rewritten):
     def layer(x, dt, A, B, C):
         return Listing()(x * dt[..., None], dt * A, repeat_groups(B), repeat_groups(C))[1]
@@ -183,6 +190,7 @@ def test_near_misses_of_a_last_state_stay(rewritten, name):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
+@pytest.mark.exhaustive
 def test_another_state_stays(rewritten):
     def layer(x, a, B, C):
         kept = []
@@ -207,6 +215,7 @@ def chunks_as_positions(x, a, B, C):
     return Listing(chunk=4)(*(v.unflatten(1, (4, 4)).transpose(1, 2).flatten(1, 2) for v in (x, a, B, C)))
 
 
+@pytest.mark.exhaustive
 def test_channels_and_states_exchanged_stay(rewritten):
     x, a, B, C = inputs()
     assert NAME not in rewritten(swapped, x, a, B[..., :CHANNELS], C[..., :CHANNELS]).names
@@ -216,6 +225,7 @@ def test_one_term_stays(rewritten):
     assert NAME not in rewritten(one_term, *inputs()).names
 
 
+@pytest.mark.exhaustive
 def test_another_order_of_time_is_a_scan_in_that_order(rewritten):
     check(rewritten(chunks_as_positions, *inputs(16)), 2)
 
@@ -241,6 +251,7 @@ def test_dynamic_lengths_stay_right(rewritten):
     assert rewritten(Listing(), *inputs(), dynamic=True).worst() < 64 * unit_roundoff(torch.float32)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.codegen
 def test_compiled_and_proven():
     torch._dynamo.reset()

@@ -15,7 +15,7 @@ from refold.compiler.validate.region import validate_region
 from support.trained import trained
 from support.trial import no_code
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 NAME = "narrow scan"
 STEPS = 16
@@ -188,6 +188,7 @@ def test_own_calls_stay_as_they_are_written(rewritten):
         assert [target for target in outcome.targets if "refold.ssd" in target]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [False, True])
 def test_captured_loops_through_the_compiler(training):
     torch._dynamo.reset()
@@ -215,6 +216,7 @@ def rounded_to_be_read(x, dt, A, B, C):
     return torch.stack(out, -1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_states_that_are_rounded_to_be_read_are_not_written(half):
     sizes = (2, 4, STEPS), (2, 4, STEPS), (4, 3), (2, STEPS, 3), (2, STEPS, 3)

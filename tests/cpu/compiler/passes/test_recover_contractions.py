@@ -8,7 +8,7 @@ from hypothesis import HealthCheck
 
 from support import programs
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, I, J, K = 3, 5, 6, 7  # all distinct, so that a mixed-up axis cannot go unnoticed
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import refold
 from refold.compiler.recurrence import scanned
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 
 def logarithms(f, i):

@@ -5,7 +5,7 @@ import torch
 
 import refold
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 SCAN = "refold.linear_scan.default"
 T, B, D, N = 7, 2, 5, 3
@@ -531,6 +531,7 @@ def wide_as_long(x, a):
     return torch.stack(out, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fn", [step_with_another_rank, squeezed_carry, wide_as_long], ids=lambda fn: fn.__name__)
 def test_axes_of_size_one_come_and_go(rewritten, fn):
     outcome = rewritten(fn, *inputs_ema())
@@ -541,6 +542,7 @@ def test_axes_of_size_one_come_and_go(rewritten, fn):
     assert outcome.worst() < T**2 * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.exhaustive
 def test_a_loop_in_two_dtypes_learns():
     """The state is float32, the rest bfloat16: the proof differentiates the conversions of the loop itself."""
 
@@ -559,6 +561,7 @@ def test_a_loop_in_two_dtypes_learns():
         assert (g - w).float().norm() <= 2 * torch.finfo(torch.bfloat16).eps * w.float().norm()
 
 
+@pytest.mark.exhaustive
 def test_what_each_step_computes_anew_is_no_input_of_the_proof():
     """``1 - a`` is a node of every step; drawn for the first one, it would contradict the others' ``a``."""
     x, a = (x.requires_grad_() for x in inputs_ema())

@@ -7,7 +7,7 @@ import refold
 from refold.compiler.passes.sum_convolutions import sum_convolutions
 from support import programs
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 conv2d, convt2d = torch.nn.functional.conv2d, torch.nn.functional.conv_transpose2d
 conv3d, convt3d = torch.nn.functional.conv3d, torch.nn.functional.conv_transpose3d

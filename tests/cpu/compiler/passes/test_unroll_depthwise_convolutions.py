@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from refold.verify.numerics import unit_roundoff
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])

@@ -19,7 +19,7 @@ from support.agreement import outputs, rewritten
 from support.products import each_pair
 from support.scans import Described
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, T, H, N, P = 2, 17, 3, 6, 4
 
@@ -356,6 +356,7 @@ def test_spellings(fn, training):
     assert len(agree(fn, *operands(), training=training)) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("other", ["read between", "of the old state", "what was read"])
 def test_two_writes_that_are_no_two_delta_rules(other, few_coupled):
     def fn(q, k, v, g, beta, r):
@@ -465,6 +466,7 @@ OTHER_MATRICES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("one", OTHER_MATRICES)
 def test_another_matrix_than_the_identity(one, few_coupled):
     assert not agree(lambda *xs: as_one_matrix(*xs, one=one), *operands())
@@ -490,6 +492,7 @@ def test_a_factor_of_zero_ends_a_document(training):
     assert len(found) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_masked_state_stays(few_coupled):
     """Where a mask ends a NaN, a decay of zero would not."""
     assert not agree(reset(lambda S, end: torch.where(end, 0.0, S)), *operands())
@@ -510,6 +513,7 @@ def test_one_program_for_all_lengths(training):
     assert len(graphs) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("early", [False, True])
 def test_several_tokens_a_step_are_one_program_for_all_lengths(early):
     graphs = []
@@ -539,6 +543,7 @@ def test_several_tokens_a_step_are_one_program_for_all_lengths(early):
     assert detail.endswith(f"as one {RANK_ONE.name}")
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_many_sums_is_not_read_to_its_end():
     def step(S, x):
         for _ in range(1200):

@@ -8,7 +8,7 @@ from refold.compiler.recurrence import duality
 from refold.compiler.recurrence.forms import FEW
 from support.scans import compiled, names, operators, spliced
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 CHUNK = FEW
 H, K, V = 2, 4, CHUNK
@@ -190,6 +190,7 @@ def gate_along_both(q, k, v, gate):
     return torch.stack(out, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fn", "v"), [(negative_gate, V), (gate_along_both, V), (attention, V - 1)], ids=["signed", "both", "narrow"]
 )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import refold
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SCAN, SELECTIVE = "refold.linear_scan.default", "refold.selective_scan.default"
@@ -29,6 +29,7 @@ def language_model(name):
     return source.Model(layers=2, width=16, state=3, vocabulary=11).eval(), source.get_inputs(2, T, 11)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["fused_mamba", "fused_mamba1"])
 def test_language_models_never_write_their_states(rewritten, name):
     model, inputs = language_model(name)
@@ -92,6 +93,7 @@ def inputs_selective():
     return torch.randn(B, T, D), f, -torch.rand(D, N), torch.randn(B, T, N), torch.randn(B, T, N)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fn", [factors_outside_the_exponential, factors_and_steps, gates_without_exponential])
 def test_other_decays_of_selective_scans(rewritten, fn):
     outcome = rewritten(fn, *inputs_selective())
@@ -113,6 +115,7 @@ def decaying_by(number):
     return fn
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "operator"), [(0.9, "ssd"), (1.0, "ssd"), (1.1, "ssd"), (-0.9, "selective_scan")])
 def test_decays_that_are_numbers(rewritten, number, operator):
     outcome = rewritten(decaying_by(number), *inputs_selective())
@@ -130,6 +133,7 @@ def decay_of_state_and_time(x, f, A, B_, C):
     return torch.stack(ys, 1)
 
 
+@pytest.mark.exhaustive
 def test_a_decay_that_is_no_product_stays_a_scan(rewritten):
     outcome = rewritten(decay_of_state_and_time, *inputs_selective())
     assert outcome.targets.count(SCAN) == 1

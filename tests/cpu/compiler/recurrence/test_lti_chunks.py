@@ -7,7 +7,7 @@ from refold.compiler.ir.builder import Builder
 from refold.compiler.recurrence.lti_chunks import CHUNK, lti_scan
 from support.scans import compiled, emitted, flat, names, operators, spliced
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 B, D, N = 2, 6, 8
 CHUNKS = "linear_scan over chunks"
@@ -91,6 +91,7 @@ def test_training():
     assert operators(run) == [CHUNKS]
 
 
+@pytest.mark.exhaustive
 def test_inference():
     run = compiled(signed)
     with torch.no_grad():
@@ -136,6 +137,7 @@ def states_used_otherwise(u, rate, b, c, h):
     return torch.stack(ys, 1), torch.stack(zs, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fn", [decay_in_time, decay_of_each_sequence, states_used_otherwise])
 def test_other_scans_keep_their_states(fn):
     run = compiled(fn)

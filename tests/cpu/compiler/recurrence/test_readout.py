@@ -8,7 +8,7 @@ from refold.compiler.recurrence.forms import FEW as CHUNK
 from support.agreement import check
 from support.scans import compiled, flat, operators
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 H, K, V, STEPS = 2, 4, CHUNK, 2 * CHUNK + 5
 KEYED = "delta_rule"

@@ -8,7 +8,7 @@ import torch
 import refold
 from support.scans import operators
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 STEPS = 24
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from refold.compiler.dynamo.body import to_aten
 from refold.compiler.recurrence.signs import NEGATIVE, POSITIVE, UNKNOWN, sign
 
-pytestmark = pytest.mark.rows(8)
+pytestmark = pytest.mark.rows(16)
 
 
 def sign_of(fn):

@@ -37,6 +37,7 @@ def test_a_captured_loop_over_the_budget_runs_eagerly(monkeypatch):
     assert "compile_budget is 60 s" in graph.reason
 
 
+@pytest.mark.exhaustive
 def test_an_unrolled_loop_over_the_budget_runs_eagerly():
     x = torch.randn(2, 40, 4)
     compiled = refold.compile(gru, strict=True, cache=False, loops="unroll", compile_budget=0.01)
@@ -45,6 +46,7 @@ def test_an_unrolled_loop_over_the_budget_runs_eagerly():
     assert f"compile_budget is 0.01 s [too-long]: {REASONS['too-long'][1]}" in str(compiled.report)
 
 
+@pytest.mark.exhaustive
 def test_scans_of_such_a_graph_still_run():
     x = torch.randn(2, 40, 4, requires_grad=True)
     compiled = refold.compile(with_a_scan, strict=True, cache=False, accept="always", compile_budget=0.01)
@@ -58,6 +60,7 @@ def test_scans_of_such_a_graph_still_run():
     assert any("runs eagerly" in note for note in graph.notes)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("by", ["disk", "plan"])
 @pytest.mark.parametrize("loop", [gru, with_a_scan])
 def test_such_a_graph_is_remembered_and_replayed(loop, by, tmp_path):
@@ -94,6 +97,7 @@ def test_a_loop_that_dynamo_has_unrolled_is_not_compiled_to_be_timed(monkeypatch
     assert "torch.compile was not timed: compiling the unrolled loop would take" in str(compiled.report)
 
 
+@pytest.mark.exhaustive
 def test_layers_are_no_loop():
     layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(12)))
     compiled = refold.compile(layers, strict=True, cache=False, compile_budget=0.0001)

@@ -106,6 +106,7 @@ def test_equal_regions_of_different_graphs_are_judged_once(folder, judged):
     assert judged == {"validate_region": 1, "choose_program": 2}
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     "change",
     [
@@ -138,6 +139,7 @@ def test_another_place_is_another_decision(folder, monkeypatch):
     assert place(pair()) != here
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"format": 1}', '{"format": 99}', "\x00\xff"])
 def test_files_that_are_not_decisions_are_ignored_with_a_note(folder, judged, content):
     afresh(scores, folder, *pair())
@@ -298,6 +300,7 @@ def quiet(monkeypatch):
     return lambda quiet: crowded.__setitem__(0, 1.0 if quiet else 3.0)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("fn", [scores, ema])
 @pytest.mark.parametrize("busy", [BUSY, ""])
 def test_what_was_measured_slower_is_never_kept(folder, monkeypatch, fn, busy):
@@ -308,6 +311,7 @@ def test_what_was_measured_slower_is_never_kept(folder, monkeypatch, fn, busy):
     assert not graph.applied
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("fn", "why"), [(scores, "times fewer bytes"), (ema, "calls, and eager")])
 def test_a_busy_machine_does_not_decide(folder, monkeypatch, fn, why):
     inputs = pair() if fn is scores else (torch.randn(2, 256, 4),)

@@ -85,6 +85,7 @@ def test_one_that_loses_is_not_timed_again(races):
     assert graph.rewrites[0].status == "refused"
 
 
+@pytest.mark.exhaustive
 def test_in_training_a_forward_is_not_timed_without_its_backward(races, monkeypatch):
     monkeypatch.setattr(region, "FEW_OPERATIONS", 1000)
     layer = refold.compile(ema, cache=False, strict=True)

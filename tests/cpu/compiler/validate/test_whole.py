@@ -106,6 +106,7 @@ def test_verify_off_checks_nothing(planted):
     assert compiled.report.graphs[0].checks == ()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("training", [False, True])
 def test_dropout_draws_the_same_numbers_in_all_runs(training):
     def fn(x, y):
@@ -122,6 +123,7 @@ def test_dropout_draws_the_same_numbers_in_all_runs(training):
     assert not torch.equal(state, torch.random.get_rng_state())
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_with_dropout():
     """Inductor draws other numbers than eager when a checkpoint recomputes; that is no mistake of a rewrite."""
     layer = nn.Linear(16, 16)
@@ -138,6 +140,7 @@ def test_a_checkpoint_with_dropout():
     assert any(check["kind"] == "output 0" for check in graph.checks)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("accept", ["always", "faster"])
 def test_an_input_with_a_gradient_that_changes_in_place(accept):
