@@ -50,6 +50,7 @@ def answer(kind, content):
     return block("json", json.dumps({"kind": kind, kind: content}))
 
 
+@pytest.mark.parametrize("style", ["openai"], indirect=True)  # test_chat.py has all that differs in the other
 def test_an_endpoint_that_does_everything_that_endpoints_do(server, style, tmp_path, monkeypatch):
     """Good and bad answers, errors that pass, broken and slow streams: each has the right verdict, and the run ends."""
     waits = []
