@@ -62,7 +62,7 @@ def compare(model, ids, **keywords):
     return summary
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_and_gradients_in_training_with_padding_on_the_left(name):
     model = make(name).train()
@@ -129,7 +129,7 @@ def generate(model, ids, mask, **keywords):
     return model.generate(ids, attention_mask=mask, **keywords)[:, ids.shape[1] :].tolist()
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("name", EVERY)
 def test_greedy_tokens(name):
     """One row, then four of different lengths.
@@ -233,7 +233,7 @@ CHECKPOINTED = [
 ]
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(12)
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [(name, None) for name in FAMILIES if name != "glm5_next"] + CHECKPOINTED,  # one family of each way to call a block
@@ -803,7 +803,7 @@ def test_compiled_whole(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.rows(6)
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("name", ["mamba2", "mamba", "qwen3_5", "kimi_linear"])
 def test_compiled_decoding(name):
     model, ids = make(name), ids_of(1, 5)

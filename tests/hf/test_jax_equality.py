@@ -15,7 +15,7 @@ from refold.models.jax import model_for, to_device
 from support.checkpoints import NAMES, VOCAB, prompt, rounding_bound, saved
 from support.products import few
 
-pytestmark = pytest.mark.rows(6)
+pytestmark = pytest.mark.rows(12)
 
 STEPS = 64
 

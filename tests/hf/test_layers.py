@@ -26,7 +26,7 @@ pytestmark = [
         "ignore::FutureWarning:transformers.*",
         "ignore:Dynamo detected a call to a `functools.lru_cache`",  # transformers asks for versions while traced
     ),
-    pytest.mark.rows(6),
+    pytest.mark.rows(12),
 ]
 
 # All sizes distinct; two groups of four heads. Granite and Bamba name them alike.

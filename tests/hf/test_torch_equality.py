@@ -17,7 +17,7 @@ from refold.models.torch import load_checkpoint, model_for
 from support.checkpoints import NAMES, VOCAB, prompt, rounding_bound, saved
 from support.families import EVERY
 
-pytestmark = pytest.mark.rows(6)
+pytestmark = pytest.mark.rows(12)
 
 STEPS = 64
 BIASED = ("mamba-untied", "mamba2-groups", "bamba-biases", "granite-odd")

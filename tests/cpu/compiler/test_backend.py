@@ -255,6 +255,7 @@ def by_while(x, mask):
     return while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * 0.5 + x), (torch.tensor(0), x * 1.0))[1]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own words about the same
 @pytest.mark.parametrize(("fn", "said"), [(by_mask, "torch.where(mask, y, h)"), (by_while, "fixed number of steps")])
 def test_what_numbers_decide_in_training_is_named_and_nothing_to_report(fn, said):
@@ -371,6 +372,7 @@ def test_views_that_are_negated_when_they_are_read():
     assert "negated view" in str(compiled.report)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_graph_that_enters_inference_mode_runs_eagerly(training):
     """AOTAutograd raises there, and leaves the process unable to compute."""

@@ -87,6 +87,7 @@ def gated_loop(q, k, gates):
     return torch.stack(out, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation")
 def test_gradients_of_a_loop_whose_decays_are_laid_out_as_the_gates():
     """Where Inductor leaves complex values to ATen, it must expect the strides that they have."""

@@ -116,6 +116,7 @@ def read_at_the_end_of_a_tree(a, x):
     return associative_scan(combine, (a, x), 1, combine_mode="generic")[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [(1, 17, 1), (1, 20, 6), (2, 16, 1)], ids=str)
 def test_networks_with_axes_of_one_element(sizes):
     """A batch of one: what is joined next to time has no axis that says so."""
@@ -147,11 +148,13 @@ def test_complex_networks(training):
     assert check(fn, [a[0, 0], x], training) == ["17 steps of a state of 2 x 6 as one complex scan"]
 
 
+@pytest.mark.exhaustive
 def test_networks_in_both_directions():
     found = "32 steps of a state of 2 x 6 as one linear_scan"
     assert check(both_ways, decays(), False) == [found, f"{found}, against time"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("within", [True, False], ids=["within the network", "around it"])
 def test_networks_without_gradients_stay(within):
     """A scan in their place would have gradients."""
@@ -206,6 +209,7 @@ def test_what_replaces_the_operation_is_not_compiled_away(monkeypatch):
     assert built == [False]
 
 
+@pytest.mark.exhaustive
 def test_a_network_in_place():
     def fn(a, x):
         return network(a[..., None], x[..., None], lambda x: x.transpose(1, 2))[..., 0]
@@ -337,6 +341,7 @@ def rwkv4_in_one_state(k, v, w, u):
     return torch.stack(out, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 def test_a_maximum_in_a_row_of_the_state(training):
     (detail,) = check(rwkv4_in_one_state, RECURRENCES["rwkv4"].inputs(2, STEPS, 2 * HEAD), training)
@@ -357,6 +362,7 @@ def retention_by_heads(q, k, v):
     return torch.stack(out, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 def test_heads_in_a_loop_of_each_step(training):
     details = check(retention_by_heads, RECURRENCES["xpos-retention"].inputs(2, STEPS, 2 * HEAD), training)

@@ -177,6 +177,7 @@ def test_a_state_that_is_left_out_is_seen(monkeypatch):
     assert programs.judge_captured(program).failure, program.about
 
 
+@pytest.mark.exhaustive
 def test_the_last_state_of_a_retention_stays_one_scan_in_training():
     """A check with infinities does not refuse the second result of a scan because of what only the first reads."""
     fn, inputs = LAYERS["retention"](Sizes(Random(1), torch.float32, 2, 33))

@@ -72,6 +72,7 @@ def test_threads_are_counted_in_english():
         torch.set_num_threads(threads)
 
 
+@pytest.mark.exhaustive
 def test_steps_of_a_loop_are_counted_once():
     cell = torch.nn.GRUCell(4, 4)
 

@@ -330,6 +330,7 @@ def without_code_for_sums(monkeypatch):
     monkeypatch.setitem(lowering.lowerings, torch.ops.aten.cumsum.default, fails)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.codegen
 def test_sums_that_inductor_has_no_code_for_are_left_to_aten(monkeypatch):
     """In the graph that is rewritten, and, where that is not right, in the original; with their backwards."""

@@ -11,10 +11,12 @@ from refold.generate.generator import NO_TOKEN
 from refold.generate.sampling import Sampling
 from refold.models.checkpoint import random_params
 from support.models import CONFIGS, GRANITE, MAMBA2
+from support.products import few
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 DRAWN = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=7)
 GREEDY = Sampling(repetition_penalty=1.5)
+FEW = few("name", list(CONFIGS), ["mamba2", "granite"])
 
 
 @pytest.fixture(scope="module", params=["torch", "jax"])
@@ -33,8 +35,10 @@ def collect(parts) -> np.ndarray:
     return np.concatenate(list(parts), axis=1)
 
 
-@pytest.mark.parametrize(("name", "sampling"), [*((name, DRAWN) for name in CONFIGS), ("mamba2", GREEDY)],
-                         ids=[*CONFIGS, "greedy"])  # fmt: skip
+@few(
+    ("name", "sampling"), [*((name, DRAWN) for name in CONFIGS), ("mamba2", GREEDY)],
+    [("mamba2", GREEDY), ("granite", DRAWN)],
+)  # fmt: skip
 def test_streaming_does_not_change_tokens(name, sampling, generators):
     g = generators[name]
     whole = g.generate(PROMPTS, 11, sampling=sampling)
@@ -43,7 +47,7 @@ def test_streaming_does_not_change_tokens(name, sampling, generators):
     assert collect(parts).tolist() == whole
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@FEW
 def test_a_resumed_conversation_equals_one_that_was_not_interrupted(name, generators, tmp_path):
     g = generators[name]
     once = g.read([[*p, 9, 10] for p in PROMPTS])
@@ -55,7 +59,7 @@ def test_a_resumed_conversation_equals_one_that_was_not_interrupted(name, genera
     assert collect(g.stream(once, 12)).tolist() == collect(g.stream(resumed, 12)).tolist()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@FEW
 def test_a_fork_is_independent(name, generators):
     g = generators[name]
     trunk = g.read(PROMPTS)
@@ -65,7 +69,7 @@ def test_a_fork_is_independent(name, generators):
     assert collect(g.stream(branch, 8)).tolist() == first.tolist()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@FEW
 def test_a_stopped_row_waits_for_the_others(name, generators):
     g = generators[name]
     free = g.generate(PROMPTS, 10, sampling=DRAWN)

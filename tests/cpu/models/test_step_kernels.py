@@ -18,7 +18,7 @@ from refold.models.torch import layers, model_for, steps, take_layers_apart, to_
 from support.interpreted import ONCE_OR_ALL, passed
 from support.models import CONFIGS
 
-pytestmark = pytest.mark.rows(6)
+pytestmark = pytest.mark.rows(12)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
