@@ -133,6 +133,7 @@ def test_a_network_of_a_batch_of_one():
     assert detail == "17 steps of a state of 1 x 6 as one linear_scan"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 def test_complex_networks(training):
     def fn(a, x):

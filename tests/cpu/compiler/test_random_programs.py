@@ -78,6 +78,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("plant", "kind", "seed"), BUGS, ids=lambda x: getattr(x, "__name__", None))
 def test_planted_bugs_are_caught(plant, kind, seed, monkeypatch):
     program = (random_graphs.graph if kind == "graph" else random_loops.recurrence)(Random(seed))

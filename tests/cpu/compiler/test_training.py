@@ -74,6 +74,7 @@ def autocast_of_a_gpu():
         yield
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_a_scan_under_autocast_is_right_by_its_check(device, request):
     if device == "gpu":

@@ -311,6 +311,7 @@ def test_every_operator_is_exported_to_onnx(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(a), b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_layers_that_write_twice_a_token_are_one_graph() -> None:
     torch._dynamo.reset()
     x, gate = torch.randn(1, 8, 2, 4), -torch.rand(1, 8, 2, 4)
@@ -394,6 +395,7 @@ def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec, node: bo
     assert (y.requires_grad, state.requires_grad) == (True, False)
 
 
+@pytest.mark.exhaustive
 def test_inductor_pads_rows_without_a_copy():
     """On a GPU, Inductor pads the rows of what it writes; an operator reads them as they are."""
     torch.manual_seed(0)

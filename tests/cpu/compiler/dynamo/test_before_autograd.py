@@ -310,6 +310,7 @@ def loop_over_values_of_a_function(x, a, B, C):
     return Listing()(Itself.apply(torch.stack(states, 1)), a, Itself.apply(B), C)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "fn",
     [values_of_a_function, function_of_a_result, values_with_and_without_a_function, loop_over_values_of_a_function],
@@ -338,6 +339,7 @@ def test_what_reaches_through_an_autograd_function_stays(through):
     assert error < 8
 
 
+@pytest.mark.exhaustive
 def test_checkpointed_layers():
     def model(x, *args):
         x = checkpoint(stepped, x, *args, use_reentrant=False)
@@ -620,6 +622,7 @@ def test_a_result_that_stays_wide_keeps_the_scan_wide():
     assert error < 8
 
 
+@pytest.mark.exhaustive
 def test_autocast():
     call, weights = module_of(Layer(widen=False))
 

@@ -193,6 +193,7 @@ def test_a_loop_that_detaches_its_state_stays():
     assert error < 1e-5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [2, EDGE // CHUNK - 1])
 def test_a_step_that_differs_is_seen(late):
