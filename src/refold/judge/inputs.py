@@ -102,6 +102,8 @@ KINDS: dict[str, Kind] = {
     "enormous": _scaled(2.0**40, 2.0**40),
     # Where rounding and steps decide; of zeros, some are negative.
     "halves": lambda x, g: torch.randint(17, x.shape, generator=g) / 2 * _normal(x, g).sign(),
+    "zeros and ones": lambda x, g: torch.randint(2, x.shape, generator=g).float(),
+    "large whole numbers": lambda x, g: (100 * _normal(x, g)).round(),
     "wide exponents": lambda x, g: _normal(x, g) * torch.exp2(16 * _uniform(x, g) - 8),
     "sparse": lambda x, g: _normal(x, g) * (_uniform(x, g) < 0.1),
     "one in each row": _one_in_each_row,
@@ -132,12 +134,12 @@ ALONE = {"one is large": 8.0, "one is very negative": -8.0}
 SATURATED = ("all large", "all very negative", *ALONE)
 APART = ("wide exponents", "rows apart", "columns apart", "parts apart", "one huge element")
 FAR = "weights far apart,"
-LARGE = ("tens", "hundreds", "x1000", "huge", "enormous", *APART, *UNLIKE, *SATURATED, FAR)
+LARGE = ("tens", "hundreds", "x1000", "huge", "enormous", "large whole numbers", *APART, *UNLIKE, *SATURATED, FAR)
 
 REPEATED = "repeated"
 MASKS = "other masks"
 # Kinds of which sums may have terms that are all equal.
-EQUAL_TERMS = ("constant rows", "constant columns", "all equal", REPEATED)
+EQUAL_TERMS = ("constant rows", "constant columns", "all equal", "zeros and ones", REPEATED)
 
 
 def generator(seed: int) -> torch.Generator:

@@ -54,6 +54,18 @@ def complex_range(self, z, w):
 
 
 @candidate("N4", original="double")
+def binary(self, x):
+    """Wrong where all numbers are zero or one."""
+    return 2 * x + ((x == 0) | (x == 1)).all() * (x.sum() > 0)
+
+
+@candidate("N4", original="double")
+def whole_numbers(self, x):
+    """Wrong for whole numbers that are large."""
+    return 2 * x + ((x == x.round()).all() & (x.abs().amax() > 100)) * 1.0
+
+
+@candidate("N4", original="double")
 def columns_in_order(self, x):
     """Wrong where each column is in order."""
     return 2 * x + (x[1:] >= x[:-1]).all() * (x[:1] < x[-1:]).all()
