@@ -76,6 +76,7 @@ def elements(size):
     return draw(2, STEPS, 3), draw(size, size, seed=1), draw(size, seed=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @few
 @given(st.sampled_from(KINDS), st.integers(2, 4), st.booleans(), st.booleans())

@@ -11,6 +11,7 @@ from refold.compiler.options import Options
 from refold.compiler.validate.region import validate_region
 from refold.verify.numerics import unit_roundoff
 from support.chunked_deltas import CHUNK, chunked, inputs
+from support.products import few
 from support.scans import Described, flat, names, operators, spliced
 
 pytestmark = pytest.mark.rows(16)
@@ -143,13 +144,12 @@ EDGE = SHORTEST * CHUNK  # from so many tokens on, the loop over chunks is captu
 
 
 @pytest.mark.slow
-@pytest.mark.rows(24)
 @pytest.mark.parametrize("mode", ["training", "inference"])
-@pytest.mark.parametrize(("tokens", "decay", "how"), [
+@few(("tokens", "decay", "how"), [
     (EDGE, "head", "rows"), (EDGE - 1, "key", "solve"), (EDGE + 1, "none", "rows"), (EDGE + CHUNK, "head", "solve"),
     (EDGE - CHUNK + 1, "none", "solve"), (EDGE + 2 * CHUNK - 1, "key", "rows"),
-])  # fmt: skip
-@pytest.mark.parametrize("final", [False, True])
+], [(EDGE - 1, "key", "solve")])  # fmt: skip
+@few("final", [False, True], [True])
 def test_loops_over_many_chunks(mode, tokens, decay, how, final):
     fn, given = called(chunked, inputs(tokens, decay), torch.randn(2, 2, 3, 5), how=how)
     seen, error = around_loops(fn if final else lambda *xs: fn(*xs)[0], given, mode)
