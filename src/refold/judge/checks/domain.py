@@ -160,7 +160,7 @@ def shapes(case: Case) -> None:
     sizes = sorted({n for x in sides.first for n in x.shape if n > 1})
     random.Random(case.docket.derived("long")).shuffle(sizes)
     for long in sizes:
-        _many_rows(case, long, level.shapes_s / 6 / len(sizes))
+        _many_rows(case, long, level.shapes_s / 8 / len(sizes))
 
 
 def _many_rows(case: Case, size: int, seconds: float) -> None:
@@ -178,7 +178,7 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
         short[other] = 2
         if not _accepts(case, call(1)):
             del short[other]
-    times, more, usual = 0, 1, 0
+    times, more, usual, rate = 0, 1, 0, 0.0
     while more >= 2 * times or not times:
         times = more
         try:
@@ -190,8 +190,9 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
         if results > 1.5 * times * usual:
             return
         # Their time may grow with the square. The original is called once more in each precision, and to count terms.
-        slowest = max(4 * o.seconds, y.seconds)
-        more = int(times * min(8, ROWS / (given + results), (seconds / slowest) ** 0.5))
+        power, rate = 1.0 if o.seconds < 1.5 * rate * times else 0.5, o.seconds / times
+        affordable = min((seconds / 4 / o.seconds) ** power, (seconds / y.seconds) ** 0.5)
+        more = int(times * min(8, ROWS / (given + results), affordable))
     if times < 8:
         return
     longest = sides.longest
