@@ -84,7 +84,7 @@ def check_gradients(problem: Problem, backend: str, frame: Frame) -> None:
         found, expected = _both_gradients(problem, backend, frame)
     assert found.keys() == expected.keys(), f"gradients of {sorted(found)}, not of {sorted(expected)}"
     allowed = dict.fromkeys(expected, problem.tolerance())
-    _gradients_close(problem, found, expected, allowed, 2 if problem.half else 0)
+    _gradients_close(problem, found, expected, allowed, 2 if problem.half else 1)
 
 
 def check_no_worse_than_torch(problem: Problem, backend: str, frame: Frame) -> None:
