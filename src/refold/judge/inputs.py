@@ -132,9 +132,11 @@ ALONE = {"one is large": 8.0, "one is very negative": -8.0}
 
 # Kinds on which gradients are compared coarsely, if at all.
 SATURATED = ("all large", "all very negative", *ALONE)
-APART = ("wide exponents", "rows apart", "columns apart", "parts apart", "one huge element")
-FAR = "weights far apart,"
-LARGE = ("tens", "hundreds", "x1000", "huge", "enormous", "large whole numbers", *APART, *UNLIKE, *SATURATED, FAR)
+FAR_WEIGHTS = "weights far apart,"
+LARGE = (
+    *("tens", "hundreds", "x1000", "huge", "enormous", "large whole numbers", "wide exponents", "rows apart"),
+    *("columns apart", "parts apart", "one huge element", *UNLIKE, *SATURATED, FAR_WEIGHTS),
+)
 
 REPEATED = "repeated"
 MASKS = "other masks"

@@ -16,7 +16,7 @@ from .process import Result
 
 ORDINARY = ("actual", "normal", "timed")
 # Kinds of inputs by which also small results next to large ones are judged.
-PARTS = (*ORDINARY, "rows apart", inputs.FAR)
+PARTS = (*ORDINARY, "rows apart", inputs.FAR_WEIGHTS)
 
 
 def rule(kind: str) -> str:

@@ -34,6 +34,7 @@ Tensors = Sequence[torch.Tensor]
 State = dict[str, torch.Tensor]
 _First = TypeVar("_First")
 _Second = TypeVar("_Second")
+ROWS = 1 << 20  # elements of inputs and results together, where there are many rows
 _SPREAD, _MANY = 1.5, 64  # how much larger initial values may be, of so many
 _GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
 
@@ -130,7 +131,7 @@ class Sides:
             described = self.build(self._giver, self.original, terms.dtype)
         sizes = [math.prod(m.shape) * 8 for m in described.state.values()]
         self.tree, self.first = self._own_inputs(0)
-        room = 6 * sum(t.numel() * 8 + 4 * GUARD for t in self.first) + 2 * max(sizes, default=0) + (8 << 20)
+        room = 6 * sum(t.numel() * 8 + 4 * GUARD for t in self.first) + 2 * max(sizes, default=0) + 8 * ROWS
         self.suspect = self.start(self.candidate, room)
         seconds = self.suspect.load(self.candidate.attribute, terms.timeout)
         docket.step("P3", load_s=round(seconds, 3))

@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = 
     "unlike scales": lambda value, n, spread: value * 2.0 ** (3 * n.reshape(-1)[:1].clamp(-1, 1)).sum(),  # 1/8 to 8
     "zero": lambda value, n, spread: torch.zeros_like(value),
 }
-FAR: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+RARE: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
     "large": lambda value, n, spread: 64 * _moved(value, n, spread),
     "rows apart": lambda value, n, spread: value * 2.0 ** (-12 * (n[..., :1] if n.dim() else n).abs()),
     "one far": lambda value, n, spread: value + 2.0**16 * _size(value) * (n == n.reshape(-1)[:1].sum()),
@@ -51,14 +51,14 @@ def drawn(kind: str, state: State, parameters: set[str], seed: int, spread: floa
     variance, and zeros, as of a mask. Only a buffer of zeros alone gets other values. Integers stay.
     """
     g = generator(seed)
-    new = {}
+    kinds, new = KINDS | RARE, {}
     for name, value in state.items():
         new[name] = value
         if value.is_floating_point() or value.is_complex():
             wide = value.to(torch.complex128 if value.is_complex() else torch.float64)
             n = torch.randn(value.shape, generator=g).double()
             own = kind if name in parameters else "grown" if bool(value.any()) else "moved"
-            new[name] = (KINDS | FAR)[own](wide, n, spread).to(value.dtype)
+            new[name] = kinds[own](wide, n, spread).to(value.dtype)
     return new
 
 

@@ -18,11 +18,10 @@ from ..numbers import COARSE
 from ..process import Call
 from ..results import alike, rms, unlike
 from ..shared import needed
-from ..sides import Tensors
+from ..sides import ROWS, Tensors
 
 DISCRETE = 4096  # integers and truth values among results that are compared,
 MORE = 200  # in so many more calls at most
-ROWS = 1 << 20  # elements of inputs and results together, where there are many rows
 TWINS = 6  # pairs of arguments for which one tensor is given
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 
@@ -180,12 +179,12 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
             del short[other]
     times, more, usual, rate = 0, 1, 0, 0.0
     while more >= 2 * times or not times:
-        times = more
+        times, long = more, call(more)
         try:
-            o, y = sides.witness.call(call(times), case.docket.terms.timeout), sides.ask(call(times))
+            o, y = sides.witness.call(long, case.docket.terms.timeout), sides.ask(long)
         except Raised:
             return
-        given, results = (sum(t.numel() for t in some) for some in (call(times).tensors, o.tensors))
+        given, results = (sum(t.numel() for t in some) for some in (long.tensors, o.tensors))
         usual = usual or max(results, 1)
         if results > 1.5 * times * usual:
             return
@@ -197,9 +196,9 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
         return
     longest = sides.longest
     try:
-        terms = sides.reference.terms(sides.wide(call(times)), case.docket.terms.timeout)
+        terms = sides.reference.terms(sides.wide(long), case.docket.terms.timeout)
         sides.longest = max(longest, terms) ** 2
-        elsewhere(case, said := f"{times} times as many rows as {size}", call(times).tensors, f"not for {said}")
+        elsewhere(case, said := f"{times} times as many rows as {size}", long.tensors, f"not for {said}")
     except Raised:
         pass
     finally:

@@ -110,9 +110,9 @@ def other_weights(case: Case) -> None:
         turn("grown" if number == 0 else "moved", way, f"after {WAYS[way]}")
     for kind in weights.KINDS if docket.level.deep else ("positive", "unlike scales"):
         turn(kind, "in place", f"weights that are {kind},")
-    for kind in weights.FAR if docket.level.deep else ():
+    for kind in weights.RARE if docket.level.deep else ():
         sides.adopt(sides.other_weights(kind, "far"), way="in place")
-        case.unless_refused(inputs.FAR, "C2", sides.call(sides.drawn("normal", kind)).forward, "", wide=True)
+        case.unless_refused(inputs.FAR_WEIGHTS, "C2", sides.call(sides.drawn("normal", kind)).forward, "", wide=True)
     if docket.level.deep:
         _other_bytes(case)
     _changed_little(case)
