@@ -346,7 +346,7 @@ def trace(
     """Say what a trial found, as a trace; a trial that decided nothing has no evaluation."""
     libraries = {name: version(name) for name in ("torch", "refold")}
     shown = {name: workload.inputs.get(name, {"type": "random"}) for name in definition.inputs}
-    found: dict[str, Any] = {
+    found = {
         "definition": definition.name,
         "workload": {"axes": workload.axes, "inputs": shown, "uuid": workload.uuid},
         "solution": solution.name,
@@ -354,42 +354,32 @@ def trace(
     }
     if verdict.outcome == "unjudged":
         return found
-    status = _status(verdict)
+    status, times = _status(verdict), verdict.timing
     lines = [line for line in verdict.lines if "worst" in line]
-    worst = max(lines, key=lambda line: line["error"] / (line["bound"] or 1.0), default=None)
-    evaluation: dict[str, Any] = {
+    worst = max(lines, key=lambda line: line["error"] / (line["bound"] or 1.0), default={})
+    extra = {"relative_l2_error": worst["error"], "bound": worst["bound"]} if worst else {}
+    extra |= {"check": verdict.check} if verdict.check else {}
+    numbers = {"max_relative_error": worst.get("worst", 0.0), "max_absolute_error": "NaN", "extra": extra}
+    named = {"latency_ms": "candidate_ms", "reference_latency_ms": "base_ms", "speedup_factor": "speedup"}
+    evaluation = {
         "status": status,
         "environment": {"hardware": hardware or "unknown", "libs": libraries},
         "timestamp": datetime.now(UTC).isoformat(),
         "log": str(verdict),
-        "correctness": None,
-        "performance": None,
+        "correctness": numbers if status in ("PASSED", "INCORRECT_NUMERICAL") else None,
+        "performance": {name: times.get(own, 0.0) for name, own in named.items()} if status == "PASSED" else None,
     }
-    if status in ("PASSED", "INCORRECT_NUMERICAL"):
-        extra: dict[str, Any] = {"relative_l2_error": worst["error"], "bound": worst["bound"]} if worst else {}
-        extra |= {"check": verdict.check} if verdict.check else {}
-        numbers = {"max_relative_error": worst["worst"] if worst else 0.0, "max_absolute_error": "NaN"}
-        evaluation["correctness"] = {**numbers, "extra": extra}
-    if status == "PASSED":
-        times = verdict.timing
-        evaluation["performance"] = {
-            "latency_ms": times.get("candidate_ms", 0.0),
-            "reference_latency_ms": times.get("base_ms", 0.0),
-            "speedup_factor": times.get("speedup", 0.0),
-        }
     return {**found, "evaluation": evaluation}
 
 
 def _status(verdict: Verdict) -> str:
-    if verdict.accepted or verdict.check == "T7":  # right, and not faster
-        return "PASSED"
-    if verdict.check == "M2":
-        return "INCORRECT_DTYPE" if " dtype " in verdict.reason else "INCORRECT_SHAPE"
-    if verdict.check == "P3":
-        return "TIMEOUT"
-    if verdict.check == "P4":
-        return "RUNTIME_ERROR" if verdict.lines else "COMPILE_ERROR"
-    return "INCORRECT_NUMERICAL"
+    passed = "PASSED" if verdict.accepted else "INCORRECT_NUMERICAL"
+    return {
+        "T7": "PASSED",  # right, and not faster
+        "M2": "INCORRECT_DTYPE" if " dtype " in verdict.reason else "INCORRECT_SHAPE",
+        "P3": "TIMEOUT",
+        "P4": "RUNTIME_ERROR" if verdict.lines else "COMPILE_ERROR",
+    }.get(verdict.check, passed)
 
 
 def _stored(
@@ -401,13 +391,12 @@ def _stored(
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if numbers := [name for name, each in inputs.items() if each["size"] is None]:
-        raise TargetError(
-            f"{definition.name} has numbers among its inputs ({', '.join(numbers)}), and tensors in files"
-        )
+    if numbers := ", ".join(name for name, each in inputs.items() if each["size"] is None):
+        raise TargetError(f"{definition.name} has numbers among its inputs ({numbers}), and tensors in files")
     found = []
     for name, each in inputs.items():
         said, dtype = workload.inputs.get(name, {}), getattr(torch, each["dtype"])
+        tensor = (torch.randn if dtype.is_floating_point else torch.zeros)(each["size"])
         if said.get("type") == "safetensors":
             try:
                 tensor = load_file(root / str(said["path"]))[str(said["tensor_key"])]
@@ -415,11 +404,7 @@ def _stored(
                 raise TargetError(f"the input {name} cannot be read: {type(error).__name__}: {error}") from error
             if list(tensor.shape) != each["size"]:
                 raise TargetError(f"the input {name} has shape {list(tensor.shape)} in its file, not {each['size']}")
-            found.append(tensor.to(dtype))
-        elif dtype.is_floating_point:
-            found.append(torch.randn(each["size"]).to(dtype))
-        else:
-            found.append(torch.zeros(each["size"], dtype=dtype))
+        found.append(tensor.to(dtype))
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -45,13 +46,9 @@ def _sorted(axis: int, *, descending: bool = False) -> Kind:
     return lambda x, g: _normal(x, g).sort(axis, descending).values if x.dim() else _normal(x, g)
 
 
-def _constant(axis: int) -> Kind:
-    """Draw values that are the same along an axis."""
-
-    def kind(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-        return _normal(x, g).narrow(axis, 0, 1).expand(x.shape) if x.numel() and x.dim() >= -axis else _normal(x, g)
-
-    return kind
+def _repeated(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Repeat the first numbers along an axis, if there is such a one."""
+    return x.narrow(axis, 0, 1).expand(x.shape) if x.numel() and x.dim() > max(axis, ~axis) else x
 
 
 def _apart(axis: int) -> Kind:
@@ -108,8 +105,8 @@ KINDS: dict[str, Kind] = {
     "sparse": lambda x, g: _normal(x, g) * (_uniform(x, g) < 0.1),
     "one in each row": _one_in_each_row,
     "zero rows": lambda x, g: _normal(x, g) * (_uniform(x[..., :1] if x.dim() > 1 else x, g) < 0.5),
-    "constant rows": _constant(-1),
-    "constant columns": _constant(-2),
+    "constant rows": lambda x, g: _repeated(_normal(x, g), -1),
+    "constant columns": lambda x, g: _repeated(_normal(x, g), -2),
     "all equal": lambda x, g: torch.randn((), generator=g).expand(x.shape),
     "rows apart": _apart(0),
     "columns apart": _apart(-1),
@@ -162,10 +159,10 @@ def draw(kind: str, like: Sequence[torch.Tensor], seed: int) -> Tensors:
     scales = dict.fromkeys(real, 1.0)
     if kind in UNLIKE and len(real) > 1:
         while len(set(scales.values())) == 1:
-            scales = {index: _SCALES[int(torch.randint(len(_SCALES), (), generator=g))] for index in real}
+            scales = {index: _SCALES[_below(len(_SCALES), g)] for index in real}
     values = [drawn(x, scales[index]) if index in scales else x for index, x in enumerate(like)]
     if kind in ALONE and real:
-        index = real[int(torch.randint(len(real), (), generator=g))]
+        index = real[_below(len(real), g)]
         values[index] = (values[index] + ALONE[kind]).to(values[index].dtype)
     return values
 
@@ -178,10 +175,7 @@ def is_real(x: torch.Tensor) -> bool:
 def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     """Change each floating-point value by a percent: content that was not seen before, and like the user's."""
     g = generator(seed)
-    return [
-        x * (1 + 0.01 * torch.randn(x.shape, generator=g)).to(x.dtype) if x.is_floating_point() or x.is_complex() else x
-        for x in like
-    ]
+    return [x * (1 + 0.01 * torch.randn(x.shape, generator=g)).to(x.dtype) if is_real(x) else x for x in like]
 
 
 def _edited(edit: Callable[[torch.Tensor, torch.Generator], torch.Tensor | None]) -> Change:
@@ -203,8 +197,7 @@ def _one_element(by: float, at: int | None = None) -> Change:
 
     def edit(x: torch.Tensor, g: torch.Generator) -> None:
         spread = float(x.double().std()) if x.numel() > 1 else 1.0
-        place = int(torch.randint(x.numel(), (1,), generator=g)) if at is None else at
-        x.view(-1)[place] += by * spread or by
+        x.view(-1)[_below(x.numel(), g) if at is None else at] += by * spread or by
 
     return _edited(edit)
 
@@ -229,7 +222,7 @@ def shuffled(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     g = generator(seed)
     out = []
     for x in like:
-        ordered = x.is_floating_point() or x.is_complex() or x.dim() == 0 or x.shape[-1] < 2
+        ordered = is_real(x) or x.dim() == 0 or x.shape[-1] < 2
         ordered = ordered or any(bool((a[..., 1:] >= a[..., :-1]).all()) for a in (x, x.flip(-1)))
         out.append(x if ordered else x.reshape(-1)[torch.randperm(x.numel(), generator=g)].reshape(x.shape))
     return out
@@ -295,15 +288,14 @@ def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Ten
     """Yield inputs with a NaN or an infinity at a random place of one of them, and with other masks."""
     g = generator(seed)
     floating = [i for i, x in enumerate(like) if x.is_floating_point() and x.numel()]
-    for value in (math.nan, math.inf, -math.inf):
-        if floating:
-            values = [x.clone() for x in like]
-            chosen = values[floating[int(torch.randint(len(floating), (1,), generator=g))]]
-            chosen.view(-1)[int(torch.randint(chosen.numel(), (1,), generator=g))] = value
-            yield f"one {value}", values
+    for value in (math.nan, math.inf, -math.inf) if floating else ():
+        values = [x.clone() for x in like]
+        chosen = values[floating[_below(len(floating), g)]]
+        chosen.view(-1)[_below(chosen.numel(), g)] = value
+        yield f"one {value}", values
     for axis in (None, -1, 0):
         masks = [_other_mask(x, axis, g) for x in like]
-        if any(a is not b for a, b in zip(like, masks, strict=True)):
+        if not all(map(operator.is_, like, masks)):
             yield MASKS, masks
     for value in (False, True):
         if any(x.dtype == torch.bool for x in like):
@@ -380,10 +372,7 @@ def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
     yield "channels last", [x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x for x in fresh]
     yield "strided", [_spread(x) for x in fresh]
     for axis in (0, -1):
-        yield (
-            REPEATED,
-            [x.narrow(axis, 0, 1).expand(x.shape) if x.numel() and x.dim() and is_real(x) else x for x in fresh],
-        )
+        yield REPEATED, [_repeated(x, axis) if is_real(x) else x for x in fresh]
     yield "odd address", [_shifted(x, 1 + _below(15, g)) for x in fresh]
 
 
@@ -399,9 +388,7 @@ def _prime(n: int) -> int:
 
 
 def _fitted(x: torch.Tensor, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
-    if tuple(x.shape) == shape:
-        return normal(x, g)
-    if x.is_floating_point() or x.is_complex():
+    if is_real(x):
         return normal(x.new_empty(shape), g)
     # Integers may be positions or classes: those of the user's inputs, as many as are needed.
     flat, count = x.reshape(-1), math.prod(shape)

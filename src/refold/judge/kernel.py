@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from .sandbox import RESTART
+
 LIBC = ctypes.CDLL(None, use_errno=True)
 # States of threads, as proc(5) names them.
 STOPPED = "TtZX"
@@ -28,8 +30,6 @@ _ENDED = "ZX"
 _MILLISECONDS = {"x86_64": {7: 2, 232: 3, 281: 3}, "aarch64": {22: 3}}  # poll, epoll_wait, epoll_pwait
 _POINTERS = {"x86_64": {202: 3, 271: 2, 23: 4, 270: 4, 128: 2}, "aarch64": {98: 3, 73: 2, 72: 4, 137: 2}}  # futex, ...
 _UNLIMITED = {"x86_64": {0, 34, 45, 47, 61, 130, 247}, "aarch64": {63, 95, 133, 207, 212, 260}}  # read, wait4, ...
-# A wait that goes on after the process was stopped; a sandbox denies it, so that the call is made anew.
-_RESTARTED = {"x86_64": 219, "aarch64": 128}
 # Of a line of /proc/PID/maps: from where to where, whether it can be written to, the offset in the file, the file.
 _MAPPING = re.compile(r"^(\w+)-(\w+) .(.)\S* (\w+) \S+ (\d+)", re.MULTILINE)
 
@@ -196,7 +196,7 @@ def wakes(pid: int) -> str:
 
 def _waits_for_ever(number: int, arguments: list[str]) -> bool:
     machine, values = platform.machine(), [int(value, 16) for value in arguments]
-    milliseconds = {**_MILLISECONDS[machine], _RESTARTED[machine]: 2}
+    milliseconds = {**_MILLISECONDS[machine], RESTART[machine]: 2}
     if number in milliseconds:
         return values[milliseconds[number]] & 0xFFFFFFFF >= 1 << 31
     if number in _POINTERS[machine]:
@@ -204,7 +204,7 @@ def _waits_for_ever(number: int, arguments: list[str]) -> bool:
     return number in _UNLIMITED[machine]
 
 
-def kill(pid: int) -> None:
-    """End a process that may have ended."""
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """End a process that may have ended, or send it another signal."""
     with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,15 +86,12 @@ class NumberChecks:
         if check == "N1" and r is not o:
             # What the original's own errors are, for calls that are compared with the original alone.
             for a, b in zip(r.tensors, o.tensors, strict=True):
-                if b.is_floating_point() or b.is_complex():
+                if inputs.is_real(b):
                     a, b = numerics.real(a, b)
                     self.known |= numerics.own_errors(a.double(), b)
         failure = worst.reason and f"{kind} inputs: {worst.reason}"
-        if failure and found.index(worst) >= count:
-            check, failure = (
-                check if call.use else "N7",
-                f"{self._gradient(call, o, found.index(worst) - count)}, {failure}",
-            )
+        if failure and (index := found.index(worst)) >= count:
+            check, failure = check if call.use else "N7", f"{self._gradient(call, o, index - count)}, {failure}"
         if failure and check not in ("N9", "C6") and "C1" not in self.docket.off and (stale := self._earlier(o, y)):
             check, failure = "C1", stale
         numbers = {"error": worst.error, "original": worst.original_error, "worst": worst.worst, "bound": worst.bound}
@@ -171,10 +169,8 @@ class NumberChecks:
         moved: list[Result] = []
         for _ in range(numerics.MOVES):
             signs = [2 * torch.randint(0, 2, t.shape, generator=g) - 1 for t in call.tensors]
-            tensors = [
-                (t * (1 + 1.01 * u * s)).to(t.dtype) if u else t
-                for t, u, s in zip(call.tensors, unit, signs, strict=True)
-            ]
+            each = zip(call.tensors, unit, signs, strict=True)
+            tensors = [(t * (1 + 1.01 * u * s)).to(t.dtype) if u else t for t, u, s in each]
             other = replace(call, tensors=tensors, same_place=False)
             with contextlib.suppress(Raised):
                 if sides.stateful and sides.shares_state:
@@ -195,9 +191,8 @@ class NumberChecks:
             return [numerics.NOTHING] * count
 
         def run(process: Process, dtype: torch.dtype) -> numerics.Function:
-            return lambda *xs: (
-                process.call(sides.wide(replace(call, tensors=list(xs)), dtype), self.docket.terms.timeout).tensors
-            )
+            wide = partial(sides.wide, dtype=dtype)
+            return lambda *xs: process.call(wide(replace(call, tensors=list(xs))), self.docket.terms.timeout).tensors
 
         narrowed, reference = run(sides.narrow, torch.float32), run(sides.reference, torch.float64)
         with sides.of_the_original():

@@ -27,6 +27,7 @@ from . import kernel, messages
 from .branches import Branches
 from .channel import Channel, read
 from .errors import Misbehaved, Unjudgeable
+from .inputs import is_real
 from .messages import Description, Place
 from .shared import Kin, Shared
 
@@ -285,7 +286,7 @@ class Process:
         places = self.shared.wrap(call.values, again=call.same_place)
         count = len(call.tensors)
         for index, t in enumerate(call.tensors):
-            wanted = call.requires_grad and index not in call.constant and (t.is_floating_point() or t.is_complex())
+            wanted = call.requires_grad and index not in call.constant and is_real(t)
             places[index] = dataclasses.replace(places[index], requires_grad=wanted)
         how = {each.name: getattr(call, each.name) for each in dataclasses.fields(messages.How)}
         self.ask("prepare", tree=call.tree, tensors=places[:count], cotangents=places[count:], hold=hold, **how)
@@ -442,13 +443,11 @@ class Process:
 
     @contextlib.contextmanager
     def _stopped(self) -> Iterator[None]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGSTOP)
+        kernel.kill(self.pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGCONT)
+            kernel.kill(self.pid, signal.SIGCONT)
 
     def _await_stop(self) -> None:
         """Wait until every thread has seen the signal to stop: one that runs on another core does not do so at once."""

@@ -223,10 +223,8 @@ class Race:
             trusted = alone if known else not y.started
             return self._seconds(y if trusted else replace(y, waited=0.0)) + between
 
-        return [
-            [min(self._seconds(o) for o, _ in samples) for samples in pairs],
-            [min(own(y) for _, y in samples) for samples in pairs],
-        ]
+        return [[min(self._seconds(o) for o, _ in samples) for samples in pairs],
+                [min(own(y) for _, y in samples) for samples in pairs]]  # fmt: skip
 
     def _pair(
         self, base: Process, candidate: Process, purpose: tuple[str, int, int], swapped: bool
@@ -248,19 +246,11 @@ class Race:
         base.pin(here)
         candidate.pin(here)
 
-        def ask_base() -> Result:
-            with self.sides.of_the_original():
-                return base.call(call, self.docket.terms.timeout)
-
-        def ask_candidate() -> Result:
-            return candidate.call(call, self.docket.terms.timeout, most=self.sides.most)
-
-        if swapped:
-            y = ask_candidate()
-            o = ask_base()
-        else:
-            o = ask_base()
-            y = ask_candidate()
+        found: dict[Process, Result] = {}
+        for process in (candidate, base) if swapped else (base, candidate):
+            with self.sides.of_the_original() if process is base else contextlib.nullcontext():
+                found[process] = process.call(call, self.docket.terms.timeout, most=self.sides.most)
+        o, y = found[base], found[candidate]
         if base is not self._compiled:
             self.case.metadata(o, y)
         elif other := unlike(o, y):

@@ -41,30 +41,28 @@ _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 1
 _NETWORK_RIGHTS, _SCOPES = 0b11, 0b11  # bind and connect TCP; abstract sockets and signals
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Calls that no numerical program needs and an attack may. Numbers from asm/unistd.h.
+# Calls that no numerical program needs and an attack may. Numbers from asm/unistd.h; of newer ones, all machines' own.
+_NEWER = {"io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsmount": 432,
+          "pidfd_getfd": 438, "mount_setattr": 442}  # fmt: skip
 _DENIED = {
     "x86_64": {
         "socket": 41, "ptrace": 101, "pivot_root": 155, "mount": 165, "umount2": 166, "swapon": 167, "reboot": 169,
         "init_module": 175, "add_key": 248, "request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298,
         "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "finit_module": 313,
-        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "open_tree": 428,
-        "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
-        "sched_setaffinity": 203, "connect": 42, "setsockopt": 54, "alarm": 37, "setitimer": 38,
-        "timer_create": 222, "timerfd_create": 283,
+        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "sched_setaffinity": 203, "connect": 42,
+        "setsockopt": 54, "alarm": 37, "setitimer": 38, "timer_create": 222, "timerfd_create": 283, **_NEWER,
     },
     "aarch64": {
         "socket": 198, "ptrace": 117, "pivot_root": 41, "mount": 40, "umount2": 39, "swapon": 224, "reboot": 142,
         "init_module": 105, "add_key": 217, "request_key": 218, "keyctl": 219, "unshare": 97, "perf_event_open": 241,
         "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "finit_module": 273,
-        "kexec_file_load": 294, "bpf": 280, "userfaultfd": 282, "io_uring_setup": 425, "open_tree": 428,
-        "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
-        "sched_setaffinity": 122, "connect": 203, "setsockopt": 208, "setitimer": 103, "timer_create": 107,
-        "timerfd_create": 85,
+        "kexec_file_load": 294, "bpf": 280, "userfaultfd": 282, "sched_setaffinity": 122, "connect": 203,
+        "setsockopt": 208, "setitimer": 103, "timer_create": 107, "timerfd_create": 85, **_NEWER,
     },
 }  # fmt: skip
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 # By which a wait goes on after the process was stopped. It ends instead (EINTR), so that the call is seen that waits.
-_RESTART = {"x86_64": 219, "aarch64": 128}
+RESTART = {"x86_64": 219, "aarch64": 128}
 
 # Programs and libraries, how they are found, the time zone, and what processors there are; nothing of users.
 SYSTEM = (
@@ -218,11 +216,11 @@ def _filter(machine: str, device: str) -> list[tuple[int, int, int, int]]:
     kinds.append((give, 0, 0, deny))
     rules = {number: [(give, 0, 0, deny)] for number in _DENIED[machine].values()}
     rules[_SOCKETPAIR[machine]] = kinds
-    rules[_RESTART[machine]] = [(give, 0, 0, end)]
+    rules[RESTART[machine]] = [(give, 0, 0, end)]
     if device != "cpu":  # whose driver has timers and timed waits of its own
         for name in ("setsockopt", "alarm", "setitimer", "timer_create", "timerfd_create"):
             rules.pop(_DENIED[machine].get(name, -1), None)
-        del rules[_RESTART[machine]]
+        del rules[RESTART[machine]]
         local = [(load, 0, 0, first), (equal, 1, 0, 1), (give, 0, 0, deny)]
         rules[_DENIED[machine]["socket"]] = [*local, *kinds]
 

@@ -112,9 +112,8 @@ class Sides:
         terms, docket = self.docket.terms, self.docket
         self.nursery.imports = [_GRADIENTS] if terms.train else []
         texts = self.candidate.text + self.original.text
-        if (
-            re.search(r"torch\.compile\b", texts) and "triton" not in texts
-        ):  # which is told before it is imported how to run
+        # Triton is told before it is imported how to run.
+        if re.search(r"torch\.compile\b", texts) and "triton" not in texts:
             self.nursery = self.nursery.other(compiler=True)
         self._giver = self.start(self.original, 1 << 16)
         docket.verdict.sandbox = self._giver.active
@@ -241,10 +240,12 @@ class Sides:
             yield process
 
     @contextlib.contextmanager
-    def ready(self, program: Program, *, compiled: bool = False, **options: Any) -> Iterator[Process]:
-        """Make a program in a process of its own, which ends on the way out."""
+    def ready(
+        self, program: Program, *, compiled: bool = False, branches: Branches | None = None, **options: Any
+    ) -> Iterator[Process]:
+        """Make a program, maybe with marks, in a process of its own, which ends on the way out."""
         with self.fresh(program, **options) as process:
-            process.load(program.attribute, self.docket.terms.timeout)
+            process.load(program.attribute, self.docket.terms.timeout, branches)
             self.build(process, program, self.docket.terms.dtype, compiled=compiled)
             yield process
 
@@ -252,9 +253,7 @@ class Sides:
     def doubled(self, branches: Branches) -> Iterator[Cover]:
         """Let another process of the candidate take its place for a while, in which marks tell which branches run."""
         suspect = self.suspect
-        with self.fresh(self.candidate, beside=suspect) as process:
-            process.load(self.candidate.attribute, self.docket.terms.timeout, branches)
-            self.build(process, self.candidate, self.docket.terms.dtype)
+        with self.ready(self.candidate, branches=branches, beside=suspect) as process:
             process.names = suspect.names
             self.suspect, self.cover = process, Cover(branches, process)
             try:

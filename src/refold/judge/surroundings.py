@@ -44,13 +44,8 @@ try:
 except ImportError:  # then no program draws from it
     numpy_random = numpy_errors = None  # type: ignore[assignment]
 
-_BACKENDS = [
-    torch.backends,
-    *(
-        getattr(getattr(torch.backends, backend, None), kind, None)
-        for backend, kind in itertools.product(("cuda", "cudnn", "mkldnn"), ("matmul", "conv", "rnn"))
-    ),
-]
+_BACKENDS = [torch.backends, *(getattr(getattr(torch.backends, name, None), kind, None) for name in
+                               ("cuda", "cudnn", "mkldnn") for kind in ("matmul", "conv", "rnn"))]  # fmt: skip
 
 _INSIDE = operator.attrgetter("__code__"), operator.attrgetter("__defaults__")
 _WRAPPED = {staticmethod: "__func__", classmethod: "__func__", property: "fget"}
@@ -62,7 +57,8 @@ _PATHS = ("open", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", 
 _STARTS = ("subprocess.Popen", "os.posix_spawn")  # which compilers may be
 _BEYOND = ("os.system", "os.exec", "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto",
            "urllib.Request", "webbrowser.open")  # fmt: skip
-_COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "hipcc", "ninja", "ld", "ldconfig")
+_COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "hipcc", "ninja", "ld", "ldconfig",
+              os.path.basename(sys.executable))  # fmt: skip
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 
@@ -221,11 +217,8 @@ class Surroundings:
 
     def _other_variables(self) -> list[str]:
         now = _variables()
-        return sorted(
-            f"{name}={now.get(name)}"
-            for name in self._variables.keys() | now.keys()
-            if self._variables.get(name) != now.get(name) and not name.startswith(_VARIABLES)
-        )
+        others = {name for name, _ in self._variables.items() ^ now.items() if not name.startswith(_VARIABLES)}
+        return sorted(f"{name}={now.get(name)}" for name in others)
 
     def _finalized(self) -> list[Any]:
         """List functions that run when an object is gone, and at exit; that a cache forgets the object is no matter."""
@@ -274,10 +267,7 @@ class Surroundings:
         """Write down by what the program reaches beyond its folder."""
         if event in _STARTS:
             started = arguments[1] if isinstance(arguments[1], (list, tuple)) else [arguments[1]]
-            if os.path.basename(os.fsdecode(next(iter(started), ""))) not in (
-                *_COMPILERS,
-                os.path.basename(sys.executable),
-            ):
+            if os.path.basename(os.fsdecode(next(iter(started), ""))) not in _COMPILERS:
                 self._reach(event, started)
         elif event in _BEYOND or (event in _PATHS and self._is_outside(event, arguments)):
             self._reach(event, arguments[0] if arguments else "")
@@ -304,35 +294,25 @@ class Surroundings:
 
     def _listen(self) -> None:
         """Write down which functions are to run at exit, and at each event; Python does not tell."""
-        register, unregister, audit = atexit.register, atexit.unregister, sys.addaudithook
-        finalize = weakref.finalize.__init__
+        sys.addaudithook(self._hear)
 
-        def registered(function: Any, *args: Any, **kwargs: Any) -> Any:
-            self._at_exit.append(function)
-            return register(function, *args, **kwargs)
+        def listen(owner: Any, name: str, note: Callable[..., Any]) -> None:
+            function = getattr(owner, name)
+
+            def heard(*args: Any, **kwargs: Any) -> Any:
+                note(*args, **kwargs)
+                return function(*args, **kwargs)
+
+            setattr(owner, name, heard)
 
         def unregistered(function: Any) -> None:
             self._at_exit = [f for f in self._at_exit if f != function]
-            unregister(function)
 
-        def finalized(this: Any, *args: Any, **kwargs: Any) -> None:
-            finalize(this, *args, **kwargs)
-            self._finalizers.append(this)
-
-        def audited(hook: Any) -> None:
-            self._audits.append(hook)
-            audit(hook)
-
-        fork = os.register_at_fork
-
-        def forked(**functions: Any) -> None:
-            self._reach("os.register_at_fork", sorted(functions))
-            fork(**functions)
-
-        audit(self._hear)
-        os.register_at_fork = forked
-        atexit.register, atexit.unregister = registered, unregistered  # type: ignore[assignment]
-        sys.addaudithook, weakref.finalize.__init__ = audited, finalized  # type: ignore[assignment]
+        listen(atexit, "register", lambda function, *_, **__: self._at_exit.append(function))
+        listen(atexit, "unregister", unregistered)
+        listen(sys, "addaudithook", self._audits.append)
+        listen(weakref.finalize, "__init__", lambda this, *_, **__: self._finalizers.append(this))
+        listen(os, "register_at_fork", lambda **functions: self._reach("os.register_at_fork", sorted(functions)))
 
 
 def _variables() -> dict[str, str]:
@@ -382,9 +362,7 @@ def _settings() -> dict[str, str]:
     values |= {
         "matmul precision": _precision(),
         "precision of backends": [getattr(owner, "fp32_precision", None) for owner in _BACKENDS],
-        "autocast": [
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-        ],
+        "autocast": [(torch.is_autocast_enabled(at), torch.get_autocast_dtype(at)) for at in ("cpu", "cuda")],
         "arithmetic": _arithmetic(),
         "logging": (logging.root.manager.disable, logging.root.level, logging.root.filters),
         "numpy's errors": None if numpy_random is None else numpy_errors(),

@@ -201,14 +201,10 @@ class Verdict:
 
     def __str__(self) -> str:
         """Return the decision and its reasons as text."""
-        head = {
-            "accepted": "accepted",
-            "refused": f"refused by {self.check}: {self.reason}",
-            "unjudged": f"could not be judged: {self.reason}",
-        }[self.outcome]
+        head = {"accepted": "accepted", "refused": f"refused by {self.check}: ", "unjudged": "could not be judged: "}
         passed = [line["check"] for line in self.lines if line["passed"]]
         counts = ", ".join(f"{n} {passed.count(n)}x" if passed.count(n) > 1 else n for n in dict.fromkeys(passed))
-        out = [head]
+        out = [head[self.outcome] + self.reason]
         if self.outcome == "refused" and self.check in ADVICE:
             last = self.lines[-1] if self.lines else {}
             gross = self.check in ("N1", "C3") and last.get("error", 0.0) > GROSS

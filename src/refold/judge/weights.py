@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .inputs import generator
+from .inputs import generator, is_real
 
 State = Mapping[str, torch.Tensor]
 
@@ -54,7 +54,7 @@ def drawn(kind: str, state: State, parameters: set[str], seed: int, spread: floa
     kinds, new = KINDS | RARE, {}
     for name, value in state.items():
         new[name] = value
-        if value.is_floating_point() or value.is_complex():
+        if is_real(value):
             wide = value.to(torch.complex128 if value.is_complex() else torch.float64)
             n = torch.randn(value.shape, generator=g).double()
             own = kind if name in parameters else "grown" if bool(value.any()) else "moved"

@@ -105,14 +105,15 @@ def _describe(t: torch.Tensor) -> Any:
     strided = strided and not no_memory
     storage = t.untyped_storage() if strided else None
     odd = (t.layout != torch.strided, t.is_conj(), t.is_neg(), no_memory, t.is_meta)
+    address = t.data_ptr() if strided else 0
     return messages.Description(
         type={torch.Tensor: "Tensor", torch.nn.Parameter: "Parameter"}.get(type(t), f"class {type(t).__qualname__}"),
         dtype=str(t.dtype).removeprefix("torch."),
         device=t.device.type,
         shape=list(t.shape),
         stride=list(t.stride()) if t.layout == torch.strided else [],
-        address=t.data_ptr() if strided else 0,
-        pointer=t.data_ptr() if strided else 0,
+        address=address,
+        pointer=address,
         storage=storage.data_ptr() if storage is not None else 0,
         storage_bytes=storage.nbytes() if storage is not None else 0,
         odd=[name for name, is_so in zip(messages.ODD, odd, strict=True) if is_so],
@@ -143,7 +144,9 @@ def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
         leaves.append(torch.tensor(value, dtype=torch.float64))
         return {"float": len(leaves) - 1}
     if isinstance(value, dict):
-        items = [[_key(k, result), _flatten(v, leaves, result=result)] for k, v in value.items()]
+        # A key that is an argument's stays what JSON has; else it is a text that no other key has.
+        items = [[k if not result and isinstance(k, (str, int)) else repr(k), _flatten(v, leaves, result=result)]
+                 for k, v in value.items()]  # fmt: skip
         return {"dict": _kind(value), "items": items}
     if isinstance(value, (list, tuple)):
         return {"sequence": _kind(value), "items": [_flatten(v, leaves, result=result) for v in value]}
@@ -177,11 +180,6 @@ def _says_one_thing(value: Any) -> bool:
     held = list(tuple.__iter__(value) if isinstance(value, tuple) else list.__iter__(value))
     names = [getattr(value, name) for name in getattr(value, "_fields", ())] or held
     return all(map(operator.is_, value, held)) and all(map(operator.is_, names, held)) and len(value) == len(held)
-
-
-def _key(key: Any, result: bool) -> Any:
-    """Return a key as what JSON has, if it is an argument's, or as text that no other key has."""
-    return key if not result and isinstance(key, (str, int)) else repr(key)
 
 
 class _Watch(private.DispatchMode):
@@ -618,8 +616,6 @@ class Stub:
 
     def do_refetch(self) -> None:
         """Copy the results that are held from the device once more, to where they were copied before."""
-        if self._device == "cpu":
-            return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         for pairs in [*self._hosts, *(kept[2] for kept in self._kept)]:

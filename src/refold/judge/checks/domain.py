@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import random
 from dataclasses import replace
 from typing import Any
@@ -28,20 +29,20 @@ SLOW = 2  # times the processor time that shapes may take, for a candidate that 
 
 def kinds(case: Case) -> None:
     """N1, N2, N4: many kinds of values."""
-    sides, comparison, docket = case.sides, case, case.docket
+    sides, docket = case.sides, case.docket
     several = sum(map(inputs.is_real, sides.first)) > 1
     for kind in _chosen(case, (*inputs.KINDS, *((*inputs.UNLIKE, *inputs.ALONE) if several else ()))):
         whole = kind == "integers" and sides.shares_state
         if whole:
             sides.adopt(weights.whole(sides.state, docket.derived("whole numbers")))
-        comparison.round(kind, sides.drawn(kind))
+        case.round(kind, sides.drawn(kind))
         if whole:
             sides.adopt(sides.state)
     sizes = [math.prod(shape) for shape, dtype in sides.outputs if not (dtype.is_floating_point or dtype.is_complex)]
     if docket.level.deep and any(sizes):
         # Of a position or a truth value, rounding shows only where two values are nearly equal, which is rare.
         for turn in range(min(-(-DISCRETE // sum(sizes)), MORE, int(docket.level.kinds_s / sides.cost))):
-            comparison.round("normal", sides.drawn("normal", "discrete", turn))
+            case.round("normal", sides.drawn("normal", "discrete", turn))
 
 
 def _chosen(case: Case, found: tuple[str, ...]) -> tuple[str, ...]:
@@ -61,27 +62,27 @@ def integers(case: Case) -> None:
     """N6: integers are drawn by the original alone, and may be the same in each call."""
     first = case.sides.first
     other = inputs.shuffled(first, case.docket.derived("order"))
-    fixed = [
-        index
-        for index, values in enumerate(zip(first, case.sides.actual("integers"), other, strict=True))
-        if not values[0].is_floating_point() and all(torch.equal(values[0], x) for x in values[1:])
-    ]
+    each = enumerate(zip(first, case.sides.actual("integers"), other, strict=True))
+    fixed = [str(at) for at, (x, *xs) in each if not x.is_floating_point() and all(torch.equal(x, t) for t in xs)]
     if fixed:
-        said = f"input {', '.join(map(str, fixed))} was the same in all calls; other values were not tried"
-        case.docket.note(said)
-    if any(a is not b for a, b in zip(first, other, strict=True)):
+        case.docket.note(f"input {', '.join(fixed)} was the same in all calls; other values were not tried")
+    if _differ(first, other):
         elsewhere(case, "integers in another order", other, "not for integers in another order")
     far = [x if inputs.is_real(x) or x.dtype == torch.bool else 16 * x for x in first]
-    if any(a is not b for a, b in zip(first, far, strict=True)):
+    if _differ(first, far):
         case.agrees(case.sides.call(far).forward)  # as positions beyond a table
     narrow = [x.int() if x.dtype == torch.int64 else x.long() if x.dtype == torch.int32 else x for x in first]
-    if case.docket.level.deep and any(a is not b for a, b in zip(first, narrow, strict=True)):
+    if case.docket.level.deep and _differ(first, narrow):
         elsewhere(case, "integers of another dtype", narrow, "not for integers of another dtype")
+
+
+def _differ(these: Tensors, others: Tensors) -> bool:
+    return not all(map(operator.is_, these, others))
 
 
 def arguments(case: Case) -> None:
     """N6: a number among the arguments is read, and each tensor of a list; one tensor may be given for two of them."""
-    sides, compare = case.sides, case.unless_refused
+    sides = case.sides
     call = sides.call(sides.drawn("normal", "constants"))
     numbers, stay = inputs.constants(sides.tree)
     for tree in (*numbers, *inputs.lengths(sides.tree)):
@@ -90,11 +91,11 @@ def arguments(case: Case) -> None:
         said = f"the arguments {', '.join(map(repr, stay))} were the same in all calls; other values were not tried"
         case.docket.note(said)
     if left := sides.not_given:
-        missing = f"the arguments {', '.join(left)} have defaults and were not given; it was not tried with them"
-        case.docket.note(missing)
+        said = f"the arguments {', '.join(left)} have defaults and were not given"
+        case.docket.note(f"{said}; it was not tried with them")
     for twins in itertools.islice(inputs.twins(sides.tree, call.tensors), TWINS):
-        said = "not for one tensor given twice"
-        compare("one tensor given twice", "N6", replace(call, tree=twins), said, wide=case.docket.terms.train)
+        name, twin = "one tensor given twice", replace(call, tree=twins)
+        case.unless_refused(name, "N6", twin, f"not for {name}", wide=case.docket.terms.train)
 
 
 def special_values(case: Case) -> None:
@@ -137,9 +138,8 @@ def layouts(case: Case) -> None:
     if case.docket.terms.train:
         call = sides.call(sides.drawn("normal", "cotangents"))
         for name, values in inputs.layouts(call.cotangents, seed):
-            other = replace(call, cotangents=values)
-            said = f"not for {name} cotangents"
-            case.unless_refused(f"{name} cotangents", "N6", other, said, wide=True)
+            other, said = replace(call, cotangents=values), f"{name} cotangents"
+            case.unless_refused(said, "N6", other, f"not for {said}", wide=True)
 
 
 def shapes(case: Case) -> None:

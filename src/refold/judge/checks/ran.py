@@ -43,10 +43,8 @@ def _remembers(case: Case, cover: Cover) -> None:
         numbers = call.tensors[index].view(-1)
         numbers[at] = 2 * numbers[at] + 1
         if ran(call) == again:
-            said = (
-                f"input {index} has another number at {at}, and it runs what it runs for inputs that it has had before"
-            )
-            case.docket.step("N9", said)
+            said = f"input {index} has another number at {at}, and it runs what it runs for inputs"
+            case.docket.step("N9", f"{said} that it has had before")
     case.docket.note(f"it remembers inputs; {min(MOST, len(places))} of {len(places)} numbers were changed, one by one")
 
 

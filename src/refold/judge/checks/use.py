@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -77,13 +80,12 @@ def other_weights(case: Case) -> None:
     if not sides.shares_state:
         _own_weights(case)
         return
-    comparison, suspect = case, sides.suspect
 
     def turn(kind: str, way: str, name: str) -> None:
         state, values = sides.other_weights(kind, name), sides.actual("weights", name)
         if way not in OPTIONAL:
             sides.adopt(state, way=way)
-            comparison.round(name, values, check="C2")
+            case.round(name, values, check="C2")
         elif _supported(case, state, values, way):
             try:
                 shared = sides.adopt(state, way=way)
@@ -93,10 +95,9 @@ def other_weights(case: Case) -> None:
             if shared:
                 docket.step("C2", f"{name}: the copy shares {', '.join(shared[:5])} with the first one")
             call = sides.call(values)
-            if way in COPIES:  # which may have their gradients in the first one's parameters
-                call = call.forward
+            call = call.forward if way in COPIES else call  # which may have gradients in the first one's parameters
             if way != "copied alone":
-                comparison.unless_refused(name, "C2", call, f"not {name}")
+                case.unless_refused(name, "C2", call, f"not {name}")
             elif not case.agrees(call):
                 docket.note("what a deep copy of it computes depends on the weights of the first one")
 
@@ -118,13 +119,13 @@ def other_weights(case: Case) -> None:
     _changed_little(case)
     # What was asked and told until now may have made it look at its weights once more.
     sides.adopt(sides.other_weights("moved", "before"))
-    places = sides.places(suspect)
-    comparison.round("settled", sides.actual("settled"), check="C2")
+    places = sides.places(sides.suspect)
+    case.round("settled", sides.actual("settled"), check="C2")
     other = sides.other_weights("moved", "written over")
     if places:
         sides.adopt(other, suspect=False)
-        sides.write(suspect, places, other)
-        comparison.round("after its weights were written over", sides.actual("written"), check="C2", adopted=True)
+        sides.write(sides.suspect, places, other)
+        case.round("after its weights were written over", sides.actual("written"), check="C2", adopted=True)
     sides.adopt(sides.state)
     docket.verdict.ways |= {WAYS[way] for way in ways}
 
@@ -136,10 +137,8 @@ def _own_weights(case: Case) -> None:
         case.docket.step("C2", "it has no parameters or buffers, so that it cannot be given other weights")
     theirs, ours = _numbers_read(case), sum(t.numel() for t in sides.own.values() if inputs.is_real(t))
     if sides.own and ours < theirs:
-        said = (
-            f"it has {ours} numbers among its parameters and buffers, and the original reads {theirs}: it keeps others"
-        )
-        case.docket.step("C2", said)
+        said = f"it has {ours} numbers among its parameters and buffers, and the original reads {theirs}"
+        case.docket.step("C2", f"{said}: it keeps others")
     own = {name: t for name, t in sides.own.items() if inputs.is_real(t) and needed([t]) <= suspect.shared.room}
     call = replace(sides.call(sides.drawn("normal", "own weights")).forward, seed=1)
     before = sides.ask(call)
@@ -231,15 +230,15 @@ def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
 
 def stale(case: Case) -> None:
     """C1 and N9: new values at the old address; the old values except for one element; results kept."""
-    sides, comparison = case.sides, case
-    _, comparison.kept = comparison.round("same place", sides.drawn("normal", "place"), check="C1", keep=True)
+    sides = case.sides
+    _, case.kept = case.round("same place", sides.drawn("normal", "place"), check="C1", keep=True)
     again = sides.drawn("normal", "again")
-    comparison.round("same place", again, check="C1", same_place=True)
+    case.round("same place", again, check="C1", same_place=True)
     still(case)
     one = next(iter(inputs.CHANGES.items()))
     for turn, (kind, change) in enumerate((*inputs.CHANGES.items(), *[one] * ELEMENTS)):
         again = change(again, case.docket.derived(kind, turn))
-        comparison.round(kind, again, check="N9", same_place=True)
+        case.round(kind, again, check="N9", same_place=True)
 
 
 def still(case: Case) -> None:
@@ -252,28 +251,24 @@ def repeatable(case: Case) -> None:
     sides, docket = case.sides, case.docket
     call = sides.call(sides.drawn("normal", "repeat"))
 
-    def ask(call: Call) -> Result:
+    def anew(ask: Callable[[Call], Result], byte: int = 0) -> Result:
         sides.settle_state()
-        return sides.ask(call)
-
-    def witness(call: Call) -> Result:
-        sides.settle_state()
-        return sides.witness.call(call, docket.terms.timeout)
+        return ask(replace(call, perturb=byte))
 
     for _ in range(2):  # the same inputs, for which there may be a result already
         case.round("normal", call.tensors)
-    results = [ask(call) for _ in range(docket.level.repeats)]
+    results = [anew(sides.ask) for _ in range(docket.level.repeats)]
     if not all(alike(results[0], other) for other in results[1:]):
         with sides.of_the_original():
-            theirs = [witness(call) for _ in range(docket.level.repeats)]
+            witness = partial(sides.witness.call, timeout=docket.terms.timeout)
+            theirs = [anew(witness) for _ in range(docket.level.repeats)]
         if all(alike(theirs[0], other) for other in theirs[1:]):
             docket.step("D1", "it gives different bits for the same inputs, the original does not")
         docket.note("neither it nor the original gives the same bits each time")
         return
     docket.step("D1")
     # 0xFF is a NaN in every format, 0x7B a large number.
-    poisoned = [ask(replace(call, perturb=byte)) for byte in (0xFF, 0x7B)]
-    equal = all(alike(results[0], other) for other in poisoned)
+    equal = all(alike(results[0], anew(sides.ask, byte)) for byte in (0xFF, 0x7B))
     docket.step("U1", "" if equal else "its result depends on uninitialised memory, or on memory next to its inputs")
 
 
@@ -310,31 +305,28 @@ def _other_mode(case: Case, call: Call) -> None:
 
 def gradients(case: Case) -> None:
     """N7: gradients as a training loop may ask for them; gradients of gradients, where the original has them."""
-    sides, compare = case.sides, case.unless_refused
+    sides = case.sides
     if not case.docket.terms.train:
         return
 
-    def call(*purpose: str, **options: object) -> Call:
-        return replace(sides.call(sides.drawn("normal", *purpose)), **options)  # type: ignore[arg-type]
+    def compare(name: str, note: str = "", **options: Any) -> None:
+        call = replace(sides.call(sides.drawn("normal", name, str(options.get("frozen")))), **options)
+        case.unless_refused(f"{name} normal", "N7", call, note, wide=True)
 
-    compare("inputs that are results, normal", "N7", call("inner", inner=True), "", wide=True)
-    compare("gradients that are held, normal", "N7", call("added", flow="added"), "", wide=True)
-    added = call("upstream", flow="added", inner=True)
-    compare("gradients that are held upstream, normal", "N7", added, "", wide=True)
-    compare("second gradients of normal", "N7", call("second", flow="differentiated"), "no second gradients", wide=True)
-    again = call("accumulated", flow="accumulated")
-    compare("accumulated gradients of normal", "N7", again, "no second backward of one graph", wide=True)
+    compare("inputs that are results,", inner=True)
+    compare("gradients that are held,", flow="added")
+    compare("gradients that are held upstream,", flow="added", inner=True)
+    compare("second gradients of", "no second gradients", flow="differentiated")
+    compare("accumulated gradients of", "no second backward of one graph", flow="accumulated")
     if sides.state:
         half = case.docket.derived("some parameters") << 2 | 1 if sides.shares_state else -1
         for bits in {-1, half, ~half} - {0}:
-            frozen = call("frozen", str(bits), frozen=bits)
-            compare("frozen parameters, normal", "N7", frozen, "not with frozen parameters", wide=True)
+            compare("frozen parameters,", "not with frozen parameters", frozen=bits)
     if len(sides.outputs) > 1:
-        compare("gradients of one result alone, normal", "N7", call("partly", flow="partly"), "", wide=True)
+        compare("gradients of one result alone,", flow="partly")
     for kind in ("x1000", "minute", "sparse", "zero rows"):
-        flows = call("flows", kind)
-        back = inputs.draw(kind, flows.cotangents, case.docket.derived("flows", kind, "back"))
-        compare(f"{kind} cotangents, normal", "N7", replace(flows, cotangents=back), "", wide=True)
+        back = inputs.draw(kind, sides.cotangents(0), case.docket.derived("flows", kind, "back"))
+        compare(f"{kind} cotangents,", cotangents=back)
     _plain_sum(case)
     real = [index for index, x in enumerate(sides.first) if inputs.is_real(x)]
     constant = [frozenset(real)] if sides.state else []  # parameters need them still
@@ -342,10 +334,8 @@ def gradients(case: Case) -> None:
         one = frozenset({random.Random(case.docket.derived("wanted")).choice(real)})
         constant += [frozenset(real) - one, one]
     for some in constant:
-        which = ", ".join(str(index) for index in sorted(some))
-        name = f"no gradient for input {which}"
-        compare(f"{name}, normal", "N7", call(name, constant=some), f"not without a gradient for input {which}",
-                wide=True)  # fmt: skip
+        said = f"a gradient for input {', '.join(map(str, sorted(some)))}"
+        compare(f"no{said[1:]},", f"not without {said}", constant=some)
 
 
 def otherwise(case: Case) -> None:
@@ -366,8 +356,7 @@ def otherwise(case: Case) -> None:
             break
         kind = rng.choice(("actual", "normal"))
         call = sides.call(sides.actual(use) if kind == "actual" else sides.drawn(kind, use), use=use)
-        if use in FORWARD:
-            call = call.forward
+        call = call.forward if use in FORWARD else call
         if use == "keywords":
             call = replace(call, tree=sides.named(call.tree))
         calls = {USES[use]: call}
