@@ -59,6 +59,7 @@ _BEYOND = ("os.system", "os.exec", "socket.connect", "socket.getaddrinfo", "sock
            "urllib.Request", "webbrowser.open")  # fmt: skip
 _COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "hipcc", "ninja", "ld", "ldconfig",
               os.path.basename(sys.executable))  # fmt: skip
+_HEARD = frozenset((*_PATHS, *_STARTS, *_BEYOND))
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 
@@ -265,11 +266,13 @@ class Surroundings:
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Write down by what the program reaches beyond its folder."""
+        if event not in _HEARD:  # as most are not, of which reading the code of a function is one
+            return
         if event in _STARTS:
             started = arguments[1] if isinstance(arguments[1], (list, tuple)) else [arguments[1]]
             if os.path.basename(os.fsdecode(next(iter(started), ""))) not in _COMPILERS:
                 self._reach(event, started)
-        elif event in _BEYOND or (event in _PATHS and self._is_outside(event, arguments)):
+        elif event in _BEYOND or self._is_outside(event, arguments):
             self._reach(event, arguments[0] if arguments else "")
 
     def _is_outside(self, event: str, arguments: tuple[Any, ...]) -> bool:
