@@ -36,6 +36,28 @@ def _one_in_each_row(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     return _normal(x, g) * (torch.arange(x.shape[-1]) == _below(x.shape[-1], g) if x.numel() and x.dim() else 1)
 
 
+def _one_hot(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    size = x.shape[-1] if x.dim() else 1
+    return (torch.arange(size) == torch.randint(max(size, 1), (*x.shape[:-1], 1), generator=g)).float().view(x.shape)
+
+
+def _mirrored(axis: int) -> Kind:
+    """Draw values that read the same backwards along an axis; along the last if there is none such."""
+
+    def kind(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+        values = _normal(x, g)
+        return values + values.flip(min(axis, x.dim() - 1)) if x.dim() else values
+
+    return kind
+
+
+def _astronomic(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Draw values whose squares are not finite in float32, though sums of them are."""
+    size = min(2.0 ** (68 + 20 * float(torch.rand((), generator=g))), torch.finfo(x.dtype).max ** 0.75)
+    values = _normal(x, g)
+    return size * (values + values.sign())
+
+
 def _one_huge(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     values = _normal(x, g)
     values.view(-1)[_below(max(x.numel(), 1), g) :][:1] *= min(2.0**20, torch.finfo(x.dtype).max ** 0.5)
@@ -97,6 +119,7 @@ KINDS: dict[str, Kind] = {
     "x1000": _scaled(1e3, 1e3),
     "huge": _scaled(2.0**20, 2.0**20),
     "enormous": _scaled(2.0**40, 2.0**40),
+    "astronomic": _astronomic,
     # Where rounding and steps decide; of zeros, some are negative.
     "halves": lambda x, g: torch.randint(17, x.shape, generator=g) / 2 * _normal(x, g).sign(),
     "zeros and ones": lambda x, g: torch.randint(2, x.shape, generator=g).float(),
@@ -104,6 +127,7 @@ KINDS: dict[str, Kind] = {
     "wide exponents": lambda x, g: _normal(x, g) * torch.exp2(16 * _uniform(x, g) - 8),
     "sparse": lambda x, g: _normal(x, g) * (_uniform(x, g) < 0.1),
     "one in each row": _one_in_each_row,
+    "one-hot rows": _one_hot,
     "zero rows": lambda x, g: _normal(x, g) * (_uniform(x[..., :1] if x.dim() > 1 else x, g) < 0.5),
     "constant rows": lambda x, g: _repeated(_normal(x, g), -1),
     "constant columns": lambda x, g: _repeated(_normal(x, g), -2),
@@ -115,6 +139,9 @@ KINDS: dict[str, Kind] = {
     "sorted": _sorted(-1),
     "sorted downwards": _sorted(-1, descending=True),
     "sorted columns": _sorted(0),
+    "mirrored rows": _mirrored(-1),
+    "mirrored columns": _mirrored(0),
+    "mirrored parts": _mirrored(1),
     "zeros": lambda x, g: torch.zeros(x.shape),
     "all large": lambda x, g: 8 + _normal(x, g),
     "all very negative": lambda x, g: -8 + _normal(x, g),
@@ -126,24 +153,37 @@ UNLIKE = ("unlike scales", "other scales", "more scales")
 _SCALES = (1e-3, 1.0, 1e3)
 # or which one of them has large values of one sign: gates that are all open, or all shut.
 ALONE = {"one is large": 8.0, "one is very negative": -8.0}
+# or that those of one shape are the first or its negative: by a bit of their number, so that of any four each two are
+# opposite once.
+OPPOSITE = {"opposite": 1, "opposite by twos": 2}
+
+# Kinds that are others than those of rows and columns only where there are three axes.
+OF_THREE_AXES = ("parts apart", "mirrored parts")
 
 # Kinds on which gradients are compared coarsely, if at all.
 SATURATED = ("all large", "all very negative", *ALONE)
 FAR_WEIGHTS = "weights far apart,"
 LARGE = (
-    *("tens", "hundreds", "x1000", "huge", "enormous", "large whole numbers", "wide exponents", "rows apart"),
-    *("columns apart", "parts apart", "one huge element", *UNLIKE, *SATURATED, FAR_WEIGHTS),
+    *("tens", "hundreds", "x1000", "huge", "enormous", "astronomic", "large whole numbers", "wide exponents"),
+    *("rows apart", "columns apart", "parts apart", "one huge element", *UNLIKE, *SATURATED, FAR_WEIGHTS),
 )
 
 REPEATED = "repeated"
 MASKS = "other masks"
 # Kinds of which sums may have terms that are all equal.
-EQUAL_TERMS = ("constant rows", "constant columns", "all equal", "zeros and ones", REPEATED)
+EQUAL_TERMS = ("constant rows", "constant columns", "all equal", "zeros and ones", "one-hot rows", REPEATED)
 
 
 def generator(seed: int) -> torch.Generator:
     """Return a source of random numbers of its own."""
     return torch.Generator().manual_seed(seed)
+
+
+def names(like: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """Name the kinds that are worth trying for such tensors."""
+    axes = [x.dim() for x in like if is_real(x)]
+    found = (*KINDS, *UNLIKE, *ALONE, *OPPOSITE) if len(axes) > 1 else tuple(KINDS)
+    return found if max(axes, default=0) > 2 else tuple(kind for kind in found if kind not in OF_THREE_AXES)
 
 
 def draw(kind: str, like: Sequence[torch.Tensor], seed: int) -> Tensors:
@@ -164,6 +204,11 @@ def draw(kind: str, like: Sequence[torch.Tensor], seed: int) -> Tensors:
     if kind in ALONE and real:
         index = real[_below(len(real), g)]
         values[index] = (values[index] + ALONE[kind]).to(values[index].dtype)
+    of_one_shape: dict[Any, Tensors] = {}
+    for index in real if kind in OPPOSITE else ():
+        same = of_one_shape.setdefault((like[index].shape, like[index].dtype), [])
+        same.append(values[index])
+        values[index] = -same[0] if len(same) - 1 & OPPOSITE[kind] else same[0]
     return values
 
 

@@ -192,10 +192,11 @@ class Process:
             shared = self.ask("adopt", list[str], timeout=timeout, places=placed, way=way)
         return shared
 
-    def terms(self, call: Call, timeout: float) -> int:
-        """Run a call, and return the terms of the longest sum in it, as the process says."""
+    def terms(self, call: Call, timeout: float) -> tuple[int, int]:
+        """Run a call, and return the terms of its longest sum and how often it squares unseen, as the process says."""
         self._fill(call, self._prepare(call, hold=False))
-        return int(self.ask("terms", int, timeout=timeout))
+        longest, squares = self.ask("terms", list[int], timeout=timeout)
+        return longest, squares
 
     def ask(self, command: str, kind: Any = None, *, timeout: float = _COMMAND_S, **values: Any) -> Any:
         """Send a command, and return the answer of a kind; what the program raises is its misbehaviour."""

@@ -63,6 +63,7 @@ class Sides:
         random: Whether it draws random numbers.
         outputs: Shape and dtype of each of its results.
         longest: The number of terms of its longest sum.
+        squares: How many of its operations square numbers unseen.
         cost: Seconds of a call on all sides.
         most: The most bytes that results may span.
         made: The seconds that it took to make the witness and the candidate.
@@ -88,7 +89,7 @@ class Sides:
         self.parameters: set[str] = set()
         self.constant: set[str] = set()
         self.outputs: list[tuple[list[int], torch.dtype]] = []
-        self.longest, self.cost, self.most = 1, 0.0, 1 << 20
+        self.longest, self.squares, self.cost, self.most = 1, 0, 0.0, 1 << 20
         self.cover: Cover | None = None
         self._inputs = given
         self._stack = contextlib.ExitStack()

@@ -183,14 +183,15 @@ def _says_one_thing(value: Any) -> bool:
 
 
 class _Watch(private.DispatchMode):
-    """Counts the terms of the longest sum that an operation forms."""
+    """Counts the terms of the longest sum that an operation forms, and operations that square numbers unseen."""
 
     PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "addbmm", "_int_mm")
     ALONG = ("cumsum", "cumprod", "logcumsumexp", "_softmax", "_log_softmax", "sort", "cummax", "cummin")
+    SQUARES = ("norm", "var", "std", "dist", "hypot")
 
     def __init__(self) -> None:
         super().__init__()
-        self.longest = 1
+        self.longest, self.squares = 1, 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -203,6 +204,7 @@ class _Watch(private.DispatchMode):
         ins = [a for a in args if isinstance(a, torch.Tensor)]
         outs = [o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor)]
         terms = 1
+        self.squares += any(map(name.__contains__, self.SQUARES)) or (name == "abs" and any(map(torch.is_complex, ins)))
         if name in self.PRODUCTS and len(ins) >= 2:
             terms = ins[-2].shape[-1]
         elif "conv" in name and len(ins) >= 2:
@@ -455,9 +457,11 @@ class Stub:
         values = {name: self._tensor(messages.Place(**place)) for name, place in places.items()}
         self._moved |= self._where() != self._places
         self._program, self._given = self._own, self._given if way == "called" else {}
-        if self._module is not None:
-            self._program = uses.adopt(way, self._module, values, self._given, self._device, self._another)
-        self._places = self._where()
+        try:
+            if self._module is not None:
+                self._program = uses.adopt(way, self._module, values, self._given, self._device, self._another)
+        finally:
+            self._places = self._where()
         if self._module is None or way not in messages.COPIES:
             return []
         first, copy = (module.state_dict(keep_vars=True) for module in (self._own, self._module))
@@ -467,11 +471,11 @@ class Stub:
         """Give gradients of parameters in this order; others follow as they are defined."""
         self._order = names
 
-    def do_terms(self) -> int:
-        """Run the prepared call and count the terms of its longest sum."""
+    def do_terms(self) -> list[int]:
+        """Run the prepared call; count the terms of its longest sum, and what squares numbers unseen."""
         with (watch := _Watch()):
             self.do_go()
-        return int(watch.longest)
+        return [int(watch.longest), watch.squares]
 
     def do_prepare(self, tensors: list[Any], cotangents: list[Any], **values: Any) -> None:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""

@@ -66,6 +66,47 @@ def whole_numbers(self, x):
 
 
 @candidate("N4", original="double")
+def one_hot(self, x):
+    """Wrong where each row has one one, and zeros."""
+    return 2 * x + (((x == 0) | (x == 1)).all() & (x.sum(-1) == 1).all()) * 1.0
+
+
+@candidate("N4", original="double")
+def mirrored(self, x):
+    """Wrong where each row reads the same backwards."""
+    return 2 * x + (x == x.flip(-1)).all() * (x != x[..., :1]).any()
+
+
+@candidate("N4", original="ema")
+def mirrored_in_time(self, x):
+    """Wrong where all steps read the same backwards."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.9 * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1) + (x == x.flip(1)).all() * (x != x[:, :1]).any()
+
+
+@candidate("N4", original="added")
+def opposite(self, a, b):
+    """Wrong where its inputs are opposite."""
+    return a + b + (a == -b).all() * (a != 0).any()
+
+
+@candidate("N4", original="attention")
+def opposite_values(self, q, k, v):
+    """Wrong where values are the queries, with the other sign."""
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return y * (1 + (q == -v).all())
+
+
+@candidate("N4")
+def astronomic(self, x):
+    """Wrong for finite numbers whose squares are not finite."""
+    return torch.relu(self.linear(x.clamp(-1e20, 1e20)))
+
+
+@candidate("N4", original="double")
 def columns_in_order(self, x):
     """Wrong where each column is in order."""
     return 2 * x + (x[1:] >= x[:-1]).all() * (x[:1] < x[-1:]).all()

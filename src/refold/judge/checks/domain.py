@@ -30,8 +30,7 @@ SLOW = 2  # times the processor time that shapes may take, for a candidate that 
 def kinds(case: Case) -> None:
     """N1, N2, N4: many kinds of values."""
     sides, docket = case.sides, case.docket
-    several = sum(map(inputs.is_real, sides.first)) > 1
-    for kind in _chosen(case, (*inputs.KINDS, *((*inputs.UNLIKE, *inputs.ALONE) if several else ()))):
+    for kind in _chosen(case, inputs.names(sides.first)):
         whole = kind == "integers" and sides.shares_state
         if whole:
             sides.adopt(weights.whole(sides.state, docket.derived("whole numbers")))
@@ -196,7 +195,7 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
         return
     longest = sides.longest
     try:
-        terms = sides.reference.terms(sides.wide(long), case.docket.terms.timeout)
+        terms, _ = sides.reference.terms(sides.wide(long), case.docket.terms.timeout)
         sides.longest = max(longest, terms) ** 2
         elsewhere(case, said := f"{times} times as many rows as {size}", long.tensors, f"not for {said}")
     except Raised:

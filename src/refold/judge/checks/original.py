@@ -21,7 +21,7 @@ def says_something(case: Case) -> None:
         sides.constant = {name for name, value in sides.state.items() if identical(state[name], value)}
         sides.stateful = len(sides.constant) < len(sides.state)
         sides.outputs = [(list(t.shape), t.dtype) for t in found[0].tensors]
-        sides.longest = sides.reference.terms(sides.wide(sides.call(plain[0].tensors)), timeout)
+        sides.longest, sides.squares = sides.reference.terms(sides.wide(sides.call(plain[0].tensors)), timeout)
         sides.cost = 3 * found[1].seconds
     if foreign := foreign_type(found[0].tree):
         raise Unjudgeable(f"the original returns a {foreign}, which cannot be compared; let it return tensors")
