@@ -63,6 +63,7 @@ WAYS = {
     "data": "another tensor as .data",
     "parameters": "other Parameter and buffer objects",
     "moved": "a move of all of them, as by .to(), and a change in place",
+    "cast": "casts to other dtypes and back, and load_state_dict",
     "called": "torch.func.functional_call",
     "copied": "a change in place before a deep copy, which is called",
     "copied first": "a change in place of it and of a deep copy, which is called",
@@ -72,7 +73,7 @@ WAYS = {
 """The ways in which a user's program gives a module other weights."""
 COPIES = ("copied", "copied first", "copied alone", "pickled")
 """Those in which a copy is called."""
-OPTIONAL = ("called", "within", "beside", *COPIES)
+OPTIONAL = ("cast", "called", "within", "beside", *COPIES)
 """Those that an original may not support, and that a candidate may refuse by an exception."""
 
 USES = {

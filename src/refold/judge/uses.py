@@ -185,6 +185,8 @@ def adopt(
     made, or one that is kept, from other random numbers.
     """
     own = module.state_dict(keep_vars=True)
+    if way == "cast":
+        _cast(module)
     if way == "within":
         torch.nn.Sequential(module).load_state_dict({f"0.{name}": value for name, value in values.items()}, False)
         return module
@@ -194,7 +196,7 @@ def adopt(
         called.load_state_dict(values, strict=False)  # it has no others in the place of those that it was made with
         another(True).load_state_dict({name: t + 1 if _real(t) else t for name, t in values.items()}, strict=False)
         return called
-    if way in ("loaded", "assigned"):
+    if way in ("loaded", "cast", "assigned"):
         if way == "assigned":
             values = {name: value.clone().to(device) for name, value in values.items()}
         module.load_state_dict(values, strict=False, assign=way == "assigned")
@@ -232,6 +234,24 @@ def adopt(
     if way == "copied":
         return copy.deepcopy(module)
     return pickle.loads(pickle.dumps(module)) if way == "pickled" else called
+
+
+def _cast(module: Any) -> None:
+    """Cast a module to other dtypes and back; what that rounds gets its numbers back, and nothing else does."""
+    for cast, other in ((module.double, torch.double), (module.bfloat16, torch.bfloat16), (module.half, torch.half)):
+        before = {name: t.detach().clone() for name, t in _held(module) if t.is_floating_point()}
+        (dtype,) = {t.dtype for t in before.values()}
+        try:
+            cast()
+        finally:
+            module.to(dtype)
+        for name, t in _held(module):
+            if (value := before.get(name)) is not None and torch.equal(t, value.to(other).to(dtype)):
+                t.data.copy_(value)
+
+
+def _held(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(torch.nn.Module.named_parameters(module), torch.nn.Module.named_buffers(module))
 
 
 def _put(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

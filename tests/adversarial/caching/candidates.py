@@ -391,6 +391,20 @@ class TopOnly(Model):
         super()._load_from_state_dict(state, "", *others)
 
 
+@candidate("C2", off=(), level="full")
+class OnceCast(Model):
+    """It computes otherwise once it was cast to half precision, also if it was cast back."""
+
+    shift = 0.0
+
+    def _apply(self, function, recurse=True):
+        self.shift += float((function(torch.ones(1) / 3).double() - 1 / 3).abs() > 1e-6)
+        return super()._apply(function, recurse)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)) + self.shift
+
+
 @candidate("C2", level="quick")
 class Version(Model):
     """Weights are laid out anew if their version counter says so, which a change of ``.data`` does not count."""

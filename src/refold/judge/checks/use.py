@@ -91,6 +91,7 @@ def other_weights(case: Case) -> None:
                 shared = sides.adopt(state, way=way)
             except Raised as error:
                 docket.note(f"not {name}: {error.reason}")
+                sides.suspect.state()  # its parameters may lie elsewhere now
                 return
             if shared:
                 docket.step("C2", f"{name}: the copy shares {', '.join(shared[:5])} with the first one")
@@ -225,6 +226,8 @@ def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
             found.append(sides.witness.call(call, case.docket.terms.timeout))
         except Raised:
             return False
+        finally:
+            sides.witness.state()
     return alike(*found)
 
 
