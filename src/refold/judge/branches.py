@@ -64,9 +64,8 @@ class Site:
             site = site.parent
 
     def __str__(self) -> str:
-        return (f"line {self.first}" if self.first == self.last else f"lines {self.first}-{self.last}") + (
-            f" ({self.name})" if self.name else ""
-        )
+        lines = f"line {self.first}" if self.first == self.last else f"lines {self.first}-{self.last}"
+        return f"{lines} ({self.name})" if self.name else lines
 
 
 @dataclass

@@ -205,15 +205,12 @@ class Case:
             expected = o.metadata[index] if index < len(o.metadata) else m
             if m.type != expected.type:
                 step("M1", f"{where} is a {m.type}, the original's a {expected.type}")
-            if more := set(m.traits) - set(expected.traits):
-                step("M1", f"{where} is {', '.join(sorted(more))}, which the original's is not")
-            if m.odd:
-                step("M1", f"{where} is {', '.join(m.odd)}, which the original's is not")
+            if more := sorted(set(m.traits) - set(expected.traits)) or m.odd:
+                step("M1", f"{where} is {', '.join(more)}, which the original's is not")
             if m.requires_grad != expected.requires_grad and (train or m.requires_grad):
                 step("M4", f"{where} has {'a' if m.requires_grad else 'no'} gradient, unlike the original's")
-            if m.storage_bytes > LARGER * max(m.span, expected.storage_bytes) + LITTLE and index < len(
-                self.sides.outputs
-            ):
+            large = m.storage_bytes > LARGER * max(m.span, expected.storage_bytes) + LITTLE
+            if large and index < len(self.sides.outputs):
                 step("M1", f"{where} of {m.span} bytes keeps {m.storage_bytes} bytes of memory; return a copy")
             if not m.address and torch.Size(m.shape).numel() and not m.odd:
                 step("M1", f"{where} has no memory")

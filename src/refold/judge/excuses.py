@@ -489,9 +489,7 @@ class Excuses:
 def _conditions(tree: ast.Module) -> Counter[str]:
     """Count how often each name stands as the condition of a block, or as a part of one."""
     found: Counter[str] = Counter()
-    left: list[ast.expr] = []
-    for node in ast.walk(tree):
-        left += [node.test] if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)) else []
+    left = [node.test for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert))]
     while left:
         test = left.pop()
         if isinstance(test, (ast.BoolOp, ast.UnaryOp)):

@@ -42,13 +42,7 @@ def _one_hot(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
 
 
 def _mirrored(axis: int) -> Kind:
-    """Draw values that read the same backwards along an axis; along the last if there is none such."""
-
-    def kind(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-        values = _normal(x, g)
-        return values + values.flip(min(axis, x.dim() - 1)) if x.dim() else values
-
-    return kind
+    return lambda x, g: (n := _normal(x, g)) + (n.flip(min(axis, x.dim() - 1)) if x.dim() else 0)
 
 
 def _astronomic(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:

@@ -187,9 +187,7 @@ def wakes(pid: int) -> str:
                 fields = read(f"{pid}/task/{thread}/syscall").split()
                 if fields and fields[0].isdigit() and not _waits_for_ever(int(fields[0]), fields[1:7]):
                     return f"a thread of it sleeps in a call of the kernel that time may end (number {fields[0]})"
-        if any("[timerfd]" in os.readlink(entry) for entry in os.scandir(f"/proc/{pid}/fd")):
-            return "it has a timer"
-        if read(f"{pid}/timers"):
+        if any("[timerfd]" in os.readlink(entry) for entry in os.scandir(f"/proc/{pid}/fd")) or read(f"{pid}/timers"):
             return "it has a timer"
     return ""
 

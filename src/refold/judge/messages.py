@@ -358,23 +358,21 @@ def check_tree(tree: Any, count: int) -> None:
 
 def _leaves(tree: Any, depth: int = 0) -> Iterator[int | None]:
     """Yield the numbers of the tensors in a structure, in order, and None for each other node."""
-    if not isinstance(tree, dict) or depth > _DEPTH:
-        raise Malformed(f"it describes no structure: {str(tree)[:200]}")
     yield None
-    keys = set(tree)
-    if keys in ({"tensor"}, {"float"}):
-        yield next(iter(tree.values()))
-    elif keys in ({"dict", "items"}, {"sequence", "items"}) and isinstance(tree["items"], list):
-        if not isinstance(tree.get("dict", tree.get("sequence")), str):
-            raise Malformed("a structure has no name")
-        for item in tree["items"]:
-            if "dict" in tree:
-                if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], (str, int)):
-                    raise Malformed("something else than a name and a value is in a dictionary")
-                item = item[1]
-            yield from _leaves(item, depth + 1)
-    elif not (
-        (keys == {"value"} and (tree["value"] is None or isinstance(tree["value"], (bool, int, str, float))))
-        or (keys == {"object"} and isinstance(tree["object"], str))
-    ):
-        raise Malformed(f"it describes no structure: {str(tree)[:200]}")
+    match tree if depth <= _DEPTH else None:
+        case {"tensor": leaf, **more} | {"float": leaf, **more} if not more:
+            yield leaf
+        case {"sequence": str(), "items": [*items], **more} if not more:
+            for item in items:
+                yield from _leaves(item, depth + 1)
+        case {"dict": str(), "items": [*items], **more} if not more:
+            for item in items:
+                match item:
+                    case [str() | int(), value]:
+                        yield from _leaves(value, depth + 1)
+                    case _:
+                        raise Malformed("something else than a name and a value is in a dictionary")
+        case {"value": None | int() | str() | float(), **more} | {"object": str(), **more} if not more:
+            pass
+        case _:
+            raise Malformed(f"it describes no structure: {str(tree)[:200]}")

@@ -13,6 +13,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ _told = {what: (_find(name), tell) for what, (name, tell) in SWITCHES.items()}
 _module_hooks = _find("nn.Module._forward_hooks")
 _tensor_hooks = _find("Tensor._backward_hooks")
 _version = _find("Tensor._version")
-_compiler: Any = None if _find("compiler._is_compiling_flag") is None else torch.compiler
+_compiler: Any = SimpleNamespace() if _find("compiler._is_compiling_flag") is None else torch.compiler
 _script = _find("jit._state")
 _config = _find("utils._config_module.ConfigModule.get_config_copy")
 DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", contextlib.nullcontext)
@@ -115,13 +116,11 @@ def version(t: torch.Tensor) -> int:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Let programs see what they see while torch compiles or exports them."""
-    if _compiler is not None:
-        _compiler._is_compiling_flag = True
+    _compiler._is_compiling_flag = True
     try:
         yield
     finally:
-        if _compiler is not None:
-            _compiler._is_compiling_flag = False
+        _compiler._is_compiling_flag = False
 
 
 def warm_compiler() -> None:

@@ -153,19 +153,14 @@ def _landlock(folder: Path, readable: Iterable[str], device: str) -> bool:
     if version < 1:
         return False
     rights = next(_FILE_RIGHTS[v] for v in sorted(_FILE_RIGHTS, reverse=True) if v <= version)
-    attributes = struct.pack(
-        "QQQ",
-        # A GPU's driver is spoken to by ioctl alone.
-        rights & ~_IOCTL if device != "cpu" else rights,
-        _NETWORK_RIGHTS if version >= 4 else 0,
-        _SCOPES if version >= 6 else 0,
-    )
+    handled = rights & ~_IOCTL if device != "cpu" else rights  # a GPU's driver is spoken to by ioctl alone
+    attributes = struct.pack("QQQ", handled, _NETWORK_RIGHTS * (version >= 4), _SCOPES * (version >= 6))
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = _LIBC.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
     if ruleset < 0:
         return False
     read = _READ_FILE | _READ_DIR | _EXECUTE
-    allowed = [(str(folder), rights & ~_IOCTL if device != "cpu" else rights)]
+    allowed = [(str(folder), handled)]
     system = (*SYSTEM, *(_OWN_PROC if device == "cpu" else _OF_A_GPU))
     allowed += [(path, read) for path in [*system, sys.prefix, sys.base_prefix, *readable]]
     devices = list(_DEVICES)
