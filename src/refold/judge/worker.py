@@ -20,6 +20,7 @@ import base64
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -777,7 +778,10 @@ def _nursery(control: socket.socket) -> None:
     sandbox = _part("sandbox")
     for name in ("LD_PRELOAD", "MALLOC_CHECK_"):  # of this process, not of what programs start
         os.environ.pop(name, None)
+    gc.disable()
     surroundings.before()
+    gc.freeze()  # of what is here by now, forked processes collect nothing
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     # Orphans of a candidate become children of this process, where the judge can count them.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
