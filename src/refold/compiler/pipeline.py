@@ -72,10 +72,10 @@ _BOTH = frozenset({Stage.FORWARD, Stage.JOINT})
 PASSES: list[Pass] = [
     Pass("replace prefix networks", replace_prefix_networks, _BOTH),
     Pass("replace rescaled sums", replace_rescaled_sums, _BOTH),
+    Pass("fuse chunked delta rules", fuse_chunked_deltas, _BOTH),
     Pass("roll up loops", reroll_loops),
     Pass("contract scans", contract_scans, _BOTH),
     Pass("fuse chunked scans", fuse_chunked_scans, _BOTH),
-    Pass("fuse chunked delta rules", fuse_chunked_deltas, _BOTH),
     Pass("contract last states", contract_last_states, _BOTH),
     Pass("narrow scans", narrow_scans, _BOTH),
     Pass("absorb skips", absorb_skips, _BOTH),

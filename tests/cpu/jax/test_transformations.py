@@ -180,11 +180,17 @@ def test_vmap_over_one_array(name: str) -> None:
     equal(name, found, stack([operator(name)({**first, one: x}) for x in xs]))
 
 
-@few("ssd-packed", "linear_scan-packed", "causal_conv1d_step", "gated_rmsnorm")
-def test_gradients_inside_and_through_scan(name: str) -> None:
+IN_A_SCAN = few("ssd-packed", "linear_scan-packed", "causal_conv1d_step", "gated_rmsnorm")
+
+
+@IN_A_SCAN
+def test_gradients_inside_a_scan(name: str) -> None:
     inside = jax.lax.scan(lambda _, arrays: (None, value_and_gradients(name)(arrays)), None, stack(examples(name)))[1]
     equal(name, inside, all_plain(name))
 
+
+@IN_A_SCAN
+def test_gradients_through_a_scan(name: str) -> None:
     def scanned(arrays: Arrays) -> tuple[jax.Array, ...]:
         return jax.lax.scan(lambda _, arrays: (None, operator(name)(arrays)), None, arrays)[1]
 

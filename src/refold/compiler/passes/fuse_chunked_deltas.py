@@ -1,4 +1,4 @@
-"""Hand a delta rule that was written in chunks to the operator that it is (design decision 4).
+"""Hand a delta rule, or linear attention, that was written in chunks to the operator that it is (design decision 4).
 
 Public code cuts time into chunks, inverts for each the matrix of what its tokens correct of each other, and goes from
 chunk to chunk with a state:
@@ -6,20 +6,27 @@ chunk to chunk with a state:
     U = inverse(I + L) (beta V - beta exp(G) K S)       L = beta K K^T and its decays, strictly lower
     Y = exp(G) Q S + (Q K^T and its decays) U           S <- exp(G[end]) S + (exp(G[end] - G) K)^T U
 
+What is read may be other than the keys (Comba), also before the state decays; gates may take the place of strengths
+(GDN-2); and values may be written with keys of their own (IPLR and DPLR, which RWKV-7 is). Without L, U is V: linear
+attention, gated or not.
+
 The inverse is spelled as a triangular solve, or row after row; decays are one per head or one per key; the loop over
 chunks has been unrolled. So not the products are read, but what enters them: each operand is cut into chunks, where
 the outputs are merged again. Which operand is which follows from what it reaches (`_roles`). The check of the region
 decides whether it is the delta rule. If it is not, the code stays as it is.
 
 Shapes. Operands are (b, h, t, n), (b, h, t, p) and (b, h, t), or with time before the heads; cut into chunks, time is
-two axes. States are (b, h, n, p). Source: Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464), section 3.
+two axes. States are (b, h, n, p). Sources: Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464), section 3; for linear
+attention, Yang et al. 2024 (arXiv:2312.06635), section 4.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from operator import getitem
 
 import torch
@@ -30,6 +37,7 @@ from ..ir.fx import RESHAPES, SUMS, arg, is_tensor, is_training, value
 from ..ir.operators import RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
+from ..recurrence.delta_tokens import Tokens
 from ..recurrence.duality import FORGETS
 
 aten = torch.ops.aten
@@ -42,12 +50,12 @@ def fuse_chunked_deltas(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
     """Replace delta rules in chunks: their outputs and their last states."""
     if is_training(graph):
         return
-    below = set[Node]()
-    for node in graph.nodes:
-        if _corrects(node) or any(x in below for x in node.all_input_nodes):
-            below.add(node)
-    for root in [node for node in graph.nodes if node in below and node.target in RESHAPES]:
-        if wanted(root.name) and (found := _read(root)) is not None:
+    cuts = Counter(chunks for node in graph.nodes for _, chunks in _fits(_before(node), node))
+    for root in list(graph.nodes):
+        merged = [axis for axis, chunks in _fits(root, _before(root)) if cuts[chunks] >= len("qkv")]
+        if not merged or not wanted(root.name):
+            continue
+        if (found := _read(root, merged[-1])) is not None:
             yield from _replace(found, wanted)
             sort_topologically(graph)
             graph.eliminate_dead_code()
@@ -58,19 +66,23 @@ def _corrects(node: Node) -> bool:
     return node.target in (aten.linalg_solve_triangular.default, aten.slice_scatter.default)
 
 
-def _cut(long: Node, short: Node, chunks: list[int] | None = None) -> int | None:
-    """Return the last axis of ``long`` that is two neighbouring axes of ``short``, all others being the same."""
-    if not (is_tensor(long) and is_tensor(short)):
-        return None
+def _before(node: Node) -> Node | None:
+    """Return what a node gives another shape."""
+    return arg(node, 0) if node.target in RESHAPES else None
+
+
+def _fits(long: Node | None, short: Node | None) -> list[tuple[int, tuple[int, int]]]:
+    """Return axes of ``long`` that may be two neighbouring axes of ``short``, and the sizes of these."""
+    if long is None or short is None or not (is_tensor(long) and is_tensor(short)):
+        return []
     whole, parts = list(value(long).shape), list(value(short).shape)
     if len(parts) != len(whole) + 1 or not all(isinstance(size, int) for size in (*whole, *parts)):
-        return None
-    fits = [
-        axis for axis, size in enumerate(whole)
+        return []
+    return [
+        (axis, (parts[axis], parts[axis + 1])) for axis, size in enumerate(whole)
         if parts[:axis] == whole[:axis] and parts[axis + 2 :] == whole[axis + 1 :]
-        and parts[axis] * parts[axis + 1] == size and chunks in (None, parts[axis : axis + 2])
+        and parts[axis] * parts[axis + 1] == size
     ]  # fmt: skip
-    return fits[-1] if fits else None
 
 
 @dataclass(frozen=True)
@@ -89,10 +101,18 @@ class _Operand:
     wide: bool
     thin: bool
 
-    def laid(self, build: Builder, node: Node | None = None) -> Node:
-        """Return it, or a node with its axes, as (b, t, h) and, if it has one, its last axis."""
-        x = node or self.node
-        x = build.call(aten.squeeze.dim, x, -1) if self.thin else x
+    @classmethod
+    def of(cls, node: Node, time: int, like: torch.Tensor) -> _Operand:
+        """Read what was cut, next to outputs in chunks; without a last axis of size one that was put there."""
+        last = value(node).dim() == like.dim() - 1
+        thin = last and value(node).shape[-1] == 1 != like.shape[-1]
+        if thin and node.target is aten.unsqueeze.default and time < value(node).dim() - 1:
+            return cls(arg(node, 0), time, wide=False, thin=False)
+        return cls(node, time, last and not thin, thin)
+
+    def laid(self, build: Builder) -> Node:
+        """Return it as (b, t, h) and, if it has one, its last axis."""
+        x = build.call(aten.squeeze.dim, self.node, -1) if self.thin else self.node
         leading = [axis for axis in range(value(x).dim() - self.wide) if axis != self.time]
         x = build.permute(x, [leading[0], self.time, *leading[1:], *([value(x).dim() - 1] if self.wide else [])])
         return build.dense(x if len(leading) == 2 else build.call(aten.unsqueeze.default, x, 2))
@@ -106,9 +126,14 @@ class _Rule:
         root: The outputs, merged.
         time: Their axis of time.
         last: The last state, if it is read.
-        q: The queries, as k, v, and g (None where nothing decays) next.
+        q: The queries, and k next the keys.
+        v: Factors of the values.
+        r: Factors of what is read; the keys if there are none.
+        under: The keys that values are written with; none if they are those of corrections.
+        g: The log decay; None where nothing decays.
+        early: Whether a token reads the state before it decays.
         beta: Strengths; None if they are one.
-        values: What v is without strengths.
+        erase: Whether anything is corrected.
         initial: The state before the first; None for zeros.
         scale: What queries are multiplied by.
     """
@@ -118,10 +143,13 @@ class _Rule:
     last: Node | None
     q: _Operand
     k: _Operand
-    v: _Operand
+    v: list[_Operand]
+    r: list[_Operand]
+    under: list[_Operand]
     g: _Operand | None
+    early: bool
     beta: _Operand | None
-    values: Node
+    erase: bool
     initial: Node | None
     scale: float
 
@@ -137,18 +165,16 @@ class _Region:
 
     def __init__(self, root: Node, time: int) -> None:
         """Walk up from chunks, counted by an axis, to where as many of the same length were cut."""
-        chunks, rank = list(value(root).shape[time : time + 2]), value(root).dim() - 1
+        chunks = tuple(value(root).shape[time : time + 2])
         self.nodes, cuts, stack = set[Node](), dict[Node, _Operand](), [root]
         while stack and len(self.nodes) <= MOST:
             node = stack.pop()
             if node in self.nodes or node in cuts or node.op != "call_function":
                 continue
-            source = arg(node, 0) if node.target in RESHAPES else None
-            axis = None if source is None else _cut(source, node, chunks)
-            if axis is not None:
-                last = value(source).dim() == rank  # type: ignore[arg-type]
-                thin = last and value(source).shape[-1] == 1 != value(root).shape[-1]  # type: ignore[arg-type]
-                cuts[node] = _Operand(source, axis, last and not thin, thin)  # type: ignore[arg-type]
+            source = _before(node)
+            axes = [axis for axis, sizes in _fits(source, node) if sizes == chunks]
+            if source is not None and axes:
+                cuts[node] = _Operand.of(source, axes[-1], value(root))
                 continue
             self.nodes.add(node)
             stack.extend(node.all_input_nodes)
@@ -172,14 +198,38 @@ class _Region:
                 found[node] = set[Node]().union(*parts)
         return found
 
-    def states(self, k: _Operand, v: _Operand, q: _Operand) -> list[Node]:
+    def states(self, k: _Operand, values: list[_Operand], q: _Operand) -> list[Node]:
         """Return sums that are shaped as a state is, and depend on keys and values, but not on queries."""
-        size = [value(k.node).shape[-1], value(v.node).shape[-1]]
+        size = [value(part.node).shape[-1] for part in (k, values[0])]
+        needed = {part.node for part in (k, *values)}
         return [
             node for node, read in self.reached.items()
-            if node.target in SUMS and value(node).dim() == value(k.node).dim() and {k.node, v.node} <= read
+            if node.target in SUMS and value(node).dim() == value(k.node).dim() and needed <= read
             and q.node not in read and list(value(node).shape[-2:]) == size
         ]  # fmt: skip
+
+    @cached_property
+    def corrected(self) -> list[set[Node]]:
+        """The operands of which inverses may be computed."""
+        return [read for node, read in self.reached.items() if _corrects(node)]
+
+    def writers(self, states: list[Node], values: list[_Operand]) -> set[Node]:
+        """Return operands that states are written with: those of products with values that were corrected."""
+        below, found, stack = set[Node](), set[Node](), [x for node in states for x in node.all_input_nodes]
+        for node in self.reached:
+            if _corrects(node) or any(x in below for x in node.all_input_nodes):
+                below.add(node)
+        while stack:
+            read = stack.pop().all_input_nodes
+            if len(read) == 1:  # a view, a conversion, or the sum of a product
+                stack.extend(read)
+            elif any(x in below and {part.node for part in values} <= self.reached[x] for x in read):
+                found.update(*(self.reached[x] for x in read if x in self.reached and x not in below))
+        return found
+
+    def meet(self, a: _Operand, b: _Operand, wide: list[_Operand]) -> bool:
+        """Tell whether something depends on two operands and on no other that is as wide."""
+        return any({part.node for part in wide} & read == {a.node, b.node} for read in self.reached.values())
 
     @cached_property
     def others(self) -> list[Node]:
@@ -194,59 +244,77 @@ class _Region:
         return list(found)
 
 
-def _read(root: Node) -> _Rule | None:
-    """Read outputs that are merged of chunks; None if they are no delta rule's."""
-    x = arg(root, 0)
-    time = _cut(root, x) if is_tensor(x) else None
+def _read(root: Node, time: int) -> _Rule | None:
+    """Read outputs that are merged of chunks; None if they are no delta rule's.
+
+    Sums over time are taken of the decay. The inverse is computed of what is read and of keys, and a state is written
+    with keys. Queries alone do not reach the states. What both values and reads were multiplied by are strengths.
+    Where nothing is corrected, keys are what meets queries before values do.
+    """
     if not time or not value(root).is_floating_point() or time >= value(root).dim() - 1:  # rows come first
         return None
-    region = _Region(x, time)
-    if not region.complete or not any(map(_corrects, region.nodes)):
+    region = _Region(arg(root, 0), time)
+    if not region.complete:
         return None
-    return _roles(root, time, region)
-
-
-def _roles(root: Node, time: int, region: _Region) -> _Rule | None:
-    """Tell operands apart.
-
-    Sums over time are taken of the decay. Strengths multiply keys, which are read without them, too. Queries alone do
-    not reach the states.
-    """
-    g = next((part for part in region.operands if _is_summed(part, region)), None)
-    wide = {part.node: part for part in region.operands if part.wide and part is not g}
+    g = next((part for part in region.operands if aten.cumsum.default in _readers(part, region)), None)
+    early = g is not None and len(_readers(g, region)) > 1  # sums without a token's own decay
+    wide = [part for part in region.operands if part.wide and part is not g]
     narrow = [part for part in region.operands if not part.wide and part is not g]
-    keys, values, beta = list(wide.values()), dict[Node, Node | None](zip(wide, wide, strict=True)), None
-    for part in wide.values():
-        base, strength = _strengthened(part.node)
-        if strength is not None and base in wide:
-            keys, beta = [wide[base]], _Operand(strength, part.time, wide=False, thin=False)
-            # What is read without strengths, and values, which are never.
-            wide = {x: y for x, y in wide.items() if x is not part.node}
-            values = {x: _strengthened(x)[0] if _strengthened(x)[1] is strength else None for x in wide}
-            break
-    if len(wide) != 3 or len(narrow) > (beta is None):
-        return None
-    beta = beta or next(iter(narrow), None)
-    for k in keys:
-        rest = [part for part in wide.values() if part is not k]
-        for q, v in (rest, rest[::-1]):
-            own = values[v.node]
-            states = region.states(k, v, q)
-            if own is None or not states or not _fit(root, q, k, v):
-                continue
-            initial = next(iter(region.others), None)
-            if len(region.others) > 1 or (initial and value(initial).shape != value(states[-1]).shape):
-                return None
-            last = [node for node in states if node not in region.nodes]
-            scale = _scale(q, region)
-            return _Rule(root, time, last[-1] if last else None, q, k, v, g, beta, own, initial, scale)
+    for q, k, values, reads, under in _roles(region, wide):
+        states = region.states(k, values, q) if _fit(root, [q, k, *under], values) else []
+        if not states or (reads is not None and k.node not in region.writers(states, values)):
+            continue
+        initial = next(iter(region.others), None)
+        if len(region.others) > 1 or (initial and value(initial).shape != value(states[-1]).shape):
+            return None
+        own, read, beta = (values, [], None) if reads is None else _without_strengths(k, values, reads)
+        if len(narrow) > (reads is not None and beta is None) or (reads is None and early):
+            return None
+        last = [node for node in states if node not in region.nodes]
+        return _Rule(
+            root, time, last[-1] if last else None, q, k, own, read, under, g, early, beta or next(iter(narrow), None),
+            reads is not None, initial, _scale(q, region),
+        )  # fmt: skip
     return None
 
 
-def _fit(root: Node, q: _Operand, k: _Operand, v: _Operand) -> bool:
+_Roles = tuple[_Operand, _Operand, list[_Operand], list[_Operand] | None, list[_Operand]]
+
+
+def _roles(region: _Region, wide: list[_Operand]) -> Iterator[_Roles]:
+    """Tell wide operands apart: queries, keys, values, what is read (None if nothing is), and keys of values."""
+    of_inverses = dict.fromkeys(tuple(part for part in wide if part.node in read) for read in region.corrected)
+    for inner in of_inverses:
+        outer = [part for part in wide if part not in inner]
+        for k, q in itertools.product(inner, outer):
+            values, reads = ([part for part in some if part is not one] for some, one in ((outer, q), (inner, k)))
+            if len(reads) > 1 or not 0 < len(values) < 3:
+                continue
+            under = [x for x in values for r in reads if len(values) == 2 and region.meet(x, r, wide)]
+            yield q, k, [x for x in values if x not in under], reads, under
+    for q, k, v in itertools.permutations(wide) if len(wide) == 3 else ():
+        if region.meet(q, k, wide) and all(q.node in read for read in region.corrected):
+            yield q, k, [v], None, []
+
+
+def _without_strengths(
+    k: _Operand, values: list[_Operand], reads: list[_Operand]
+) -> tuple[list[_Operand], list[_Operand], _Operand | None]:
+    """Take strengths out of values and of what is read; the latter is empty if it is the keys."""
+    if len(values) > 1 or not reads:  # two gates: what is read is the keys times one of them
+        return values, [k, *reads] if reads else [], None
+    (v,), (r,) = values, reads
+    (own, one), (read, other) = _strengthened(v.node), _strengthened(r.node)
+    if one is None or one is not other:
+        return values, reads, None
+    beta = _Operand(one, r.time, wide=False, thin=False)
+    return [replace(v, node=own)], [] if read is k.node else [replace(r, node=read)], beta
+
+
+def _fit(root: Node, keys: list[_Operand], values: list[_Operand]) -> bool:
     """Tell whether widths are those of queries, keys and values."""
-    of_q, of_k, of_v = (value(part.node).shape[-1] for part in (q, k, v))
-    return (of_q, of_v) == (of_k, value(root).shape[-1])
+    of_keys, of_values = ({value(part.node).shape[-1] for part in some} for some in (keys, values))
+    return len(of_keys) == 1 and of_values == {value(root).shape[-1]}
 
 
 def _scale(q: _Operand, region: _Region) -> float:
@@ -262,19 +330,19 @@ def _scale(q: _Operand, region: _Region) -> float:
     return float(scale)
 
 
-def _is_summed(part: _Operand, region: _Region) -> bool:
-    """Tell whether sums of an operand are taken in each chunk, as of log decays."""
-    stack = region.pieces(part)
+def _readers(part: _Operand, region: _Region) -> set[object]:
+    """Return what is done with an operand in chunks, as it is."""
+    found, stack = set[object](), region.pieces(part)
     while stack:
         for user in stack.pop().users:
-            if user.target is aten.cumsum.default:
-                return True
             if is_view(user) or user.target is _CONVERT:  # copies are views here
                 stack.append(user)
-    return False
+            else:
+                found.add(user.target)
+    return found
 
 
-def _strengthened(node: Node) -> tuple[Node | None, Node | None]:
+def _strengthened(node: Node) -> tuple[Node, Node | None]:
     """Read ``x * beta[..., None]``; the node itself and None if it is not that."""
     if node.target is aten.mul.Tensor:
         for x, other in (node.args, node.args[::-1]):
@@ -285,23 +353,38 @@ def _strengthened(node: Node) -> tuple[Node | None, Node | None]:
     return node, None
 
 
+def _product(build: Builder, factors: list[_Operand], dtype: torch.dtype | None) -> Node | None:
+    laid = [build.cast(part.laid(build), dtype or value(part.node).dtype) for part in factors]
+    return reduce(lambda x, y: build.call(aten.mul.Tensor, x, y), laid) if laid else None
+
+
 def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Emit the operator and replace what it computes."""
     root, like = rule.root, value(rule.root)
     build = Builder(root)
+    # Gates are multiplied as the chunks are, which may have been widened.
+    dtype = like.dtype if len(rule.v) > 1 or len(rule.r) > 1 else None
+    q, k, v, r, under = (_product(build, some, dtype) for some in ([rule.q], [rule.k], rule.v, rule.r, rule.under))
+    assert q is not None
+    assert k is not None
     given: dict[str, Node | None] = {
-        "q": rule.q.laid(build), "k": rule.k.laid(build), "v": rule.v.laid(build, rule.values),
+        "k": k, "v": v,
+        # What is written under other keys is written to the state, and what is read is added.
+        "r": build.call(aten.neg.default, r) if r and under else r,
         "g": None if rule.g is None else build.call(aten.clamp_min.default, rule.g.laid(build), FORGETS),
         "beta": None if rule.beta is None else rule.beta.laid(build),
         "initial_state": None,
     }  # fmt: skip
+    rows, tokens, heads, _ = value(k).shape
     if rule.initial is not None:
-        rows, _, heads, _ = value(given["k"]).shape  # type: ignore[arg-type]
         start = build.reshape(rule.initial, [rows, heads, *value(rule.initial).shape[-2:]])
         given["initial_state"] = build.dense(start)
-    result = build.call(RANK_ONE.target, *RANK_ONE.args(**given, scale=rule.scale))
-    y, last = (build.call(getitem, result, i) for i in (0, 1))
-    rows, tokens, heads, p = value(y).shape
+    each = Tokens(build, tokens, rule.early, under)
+    result = build.call(
+        RANK_ONE.target, *RANK_ONE.args(q=each.queries(q), **each.arguments(given), scale=rule.scale, erase=rule.erase)
+    )
+    y, last = each.results(build.call(getitem, result, 0)), each.state(build.call(getitem, result, 1))
+    p = value(y).shape[-1]
     if rule.time == like.dim() - 2:  # the outputs have heads before time
         y = build.permute(y, [0, 2, 1, 3])
     y = build.restride(build.cast(build.reshape(y, list(like.shape)), like.dtype), like)
@@ -315,8 +398,8 @@ def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
             before,
             after,
             added=made,
-            name="fuse chunked delta rule",
-            why="products and an inverse of each chunk are written out and read again",
+            name=f"fuse chunked {'delta rule' if rule.erase else 'linear attention'}",
+            why=f"products {'and an inverse ' if rule.erase else ''}of each chunk are written out and read again",
             detail=f"{tokens} tokens, {heads} heads of {value(last).shape[2]} x {p} as one {RANK_ONE.name}",
             multilinear=False,
             terms=tokens,

@@ -1,0 +1,151 @@
+"""Rules in chunks that read, write or correct in their own way become the operator of the delta rule, too."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from refold.compiler.options import Options
+from refold.compiler.validate.region import validate_region
+from refold.verify.numerics import unit_roundoff
+from support.products import others_exhaustive
+from support.scans import flat, names, spliced
+
+CHUNK = 4
+FORMS = ("strengths", "gates", "low rank", "linear")
+
+
+def pairs(a, b, upto, g, diagonal):
+    """Multiply all rows of two arrays, with the decays between them; zeros above a diagonal."""
+    past = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril(diagonal)
+    between = (upto.unsqueeze(-2) - g.unsqueeze(-3)).masked_fill(~past[..., None], -torch.inf).exp()
+    if g.shape[-1] == 1:
+        return a @ b.mT * between.squeeze(-1)
+    return torch.einsum("...id,...jd,...ijd->...ij", a, b, between)
+
+
+def inverse(lower):
+    """Invert I + lower."""
+    x = -lower
+    for i in range(1, CHUNK):
+        x[..., i, :i] = x[..., i, :i].clone() + (x[..., i, :i, None].clone() * x[..., :i, :i].clone()).sum(-2)
+    return x + torch.eye(CHUNK, dtype=x.dtype)
+
+
+def in_chunks(q, k, v, g, beta, a, b, w, state=None, *, form, early=False, wrong=""):
+    """Go through chunks, by the formula of one token that a form has.
+
+    strengths    S <- Diag(e^g) S;  S <- S + k beta (v - Sᵀ a)ᵀ
+    gates        S <- Diag(e^g) S;  S <- S + k (w v - Sᵀ (b k))ᵀ
+    low rank     S <- Diag(e^g) S + b (Sᵀ a)ᵀ + k vᵀ
+    linear       S <- Diag(e^g) S + k vᵀ
+
+    Args:
+        q: Queries ``(b, t, h, n)``, as are k, a and b; decays g ``(b, t, h)`` or ``(b, t, h, n)``.
+        k: Keys.
+        v: Values ``(b, t, h, p)``, as are w; strengths beta ``(b, t, h)``.
+        g: Log decays.
+        beta: Strengths.
+        a: What is read.
+        b: A gate, or the keys of what is corrected.
+        w: A gate.
+        state: The state before the first token, ``(b, h, n, p)``.
+        form: See above.
+        early: Whether the state is read before it decays; in the low rank, it always is.
+        wrong: What is left out.
+    """
+    tokens, early = q.shape[1], early or form == "low rank"
+
+    def cut(x):
+        x = x.transpose(1, 2)
+        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, -tokens % CHUNK))
+        return x.reshape(*x.shape[:2], -1, CHUNK, *x.shape[3:])
+
+    if form == "strengths":
+        a, v = (x * beta.unsqueeze(-1) for x in (a, v))
+    q, k, v, a, b, w, own = map(cut, (q * q.shape[-1] ** -0.5, k, v, a, b, w, g))
+    own = own if g.dim() == 4 else own.unsqueeze(-1)
+    g = own.cumsum(-2)
+    before, end = g - own if early else g, g[..., -1:, :]
+    key, written, read = {"gates": (k, w * v, b * k), "low rank": (b, v, -a)}.get(form, (k, v, a))
+    if wrong != "decays" and form != "linear":
+        corrects = inverse(pairs(read, key, before, g, -1))
+        u = pairs(a, k, before, g, -1) @ v if form == "low rank" else written
+        u, x = corrects @ u, corrects @ (read * before.exp())
+    elif form != "linear":
+        corrects = inverse(pairs(read, key, 0 * g, 0 * g, -1))
+        u, x = corrects @ written, corrects @ read
+    state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state
+    out = torch.zeros_like(v)
+    for i in range(q.shape[2]):
+        rest, since = end[:, :, i].exp().mT, (end[:, :, i] - g[:, :, i]).exp()
+        y, held = (q[:, :, i] * g[:, :, i].exp()) @ state, state * rest
+        if form != "linear":
+            new = u[:, :, i] - x[:, :, i] @ state
+            y = y + pairs(q[:, :, i], key[:, :, i], g[:, :, i], g[:, :, i], 0) @ new
+            held = held + (key[:, :, i] * since).mT @ new
+        if form in ("linear", "low rank"):
+            y = y + pairs(q[:, :, i], k[:, :, i], g[:, :, i], g[:, :, i], 0) @ v[:, :, i]
+            held = held + (k[:, :, i] if wrong == "write" else k[:, :, i] * since).mT @ v[:, :, i]
+        out[:, :, i], state = y, held
+    out = out.reshape(*out.shape[:2], -1, out.shape[-1])[:, :, :tokens]
+    return out.transpose(1, 2).contiguous(), state
+
+
+def inputs(tokens, keyed=False, n=3, p=5):
+    draw = torch.Generator().manual_seed(0)
+    q, k, a, b = (0.5 * torch.randn(2, tokens, 2, n, generator=draw) for _ in range(4))
+    v, w = (torch.rand(2, tokens, 2, p, generator=draw) - 0.5 for _ in range(2))
+    beta, g = torch.rand(2, tokens, 2, generator=draw), -torch.rand(2, tokens, 2, n, generator=draw)
+    return [q, k, v, g if keyed else g[..., 0], beta, a, b, w, torch.randn(2, 2, n, p, generator=draw)]
+
+
+def few(*kept):
+    """Parametrize with forms, decays per key, early reads, and lengths with sizes of states."""
+    every = [
+        (form, keyed, early, *sizes)
+        for form in FORMS for keyed in (False, True) for early in (False, True)
+        for sizes in ((2 * CHUNK, 3, 5), (2 * CHUNK + 1, CHUNK, CHUNK), (3 * CHUNK - 1, 2, 2))
+        if not (early and form in ("low rank", "linear"))
+    ]  # fmt: skip
+    return pytest.mark.parametrize(
+        ("form", "keyed", "early", "tokens", "n", "p"), others_exhaustive(every, [every.index(row) for row in kept])
+    )
+
+
+SOME = (
+    ("strengths", False, True, 9, 4, 4), ("gates", True, False, 8, 3, 5), ("low rank", True, False, 11, 2, 2),
+    ("linear", False, False, 9, 4, 4), ("linear", True, False, 8, 3, 5),
+)  # fmt: skip
+
+
+@few(*SOME)
+def test_forms(rewritten, form, keyed, early, tokens, n, p):
+    outcome = rewritten(lambda *xs: in_chunks(*xs, form=form, early=early), *inputs(tokens, keyed, n, p))
+    assert outcome.names == [f"fuse chunked {'linear attention' if form == 'linear' else 'delta rule'}"] * 2
+    assert outcome.targets.count("refold.delta_rule.default") == 1
+    assert not [target for target in outcome.targets if "mm" in target or "cumsum" in target]
+    assert outcome.worst() < 64 * unit_roundoff(torch.float32)
+
+
+@few(SOME[0], SOME[2], SOME[4])
+def test_training(form, keyed, early, tokens, n, p):
+    run, seen = spliced(lambda *xs: in_chunks(*xs, form=form, early=early), "training")
+    results = []
+    for program, dtype in ((run, torch.float32), (lambda *xs: in_chunks(*xs, form=form, early=early), torch.float64)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs(tokens, keyed, n, p)]
+        found = flat(program(*leaves))
+        sum(y.square().sum() for y in found).backward()
+        results.append([x.detach() for x in (*found, *(x.grad for x in leaves if x.grad is not None))])
+    assert names(seen.rewrites) == ["delta_rule"] * 2
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize(("form", "wrong"), [("strengths", "decays"), ("low rank", "write"), ("linear", "write")])
+def test_what_is_almost_one_is_refused(rewritten, form, wrong):
+    rewrites = rewritten(lambda *xs: in_chunks(*xs, form=form, wrong=wrong), *inputs(3 * CHUNK)).rewrites
+    assert rewrites
+    for found in rewrites:
+        shapes = [node.meta["val"].shape for node in found.original.graph.find_nodes(op="placeholder")]
+        reason = validate_region(found, [0.5 * torch.rand(shape) for shape in shapes], Options(accept="always")).reason
+        assert "[not-equal]" in reason
