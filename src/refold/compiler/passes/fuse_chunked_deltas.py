@@ -11,9 +11,9 @@ What is read may be other than the keys (Comba), also before the state decays; g
 attention, gated or not.
 
 The inverse is spelled as a triangular solve, or row after row; decays are one per head or one per key; the loop over
-chunks has been unrolled. So not the products are read, but what enters them: each operand is cut into chunks, where
-the outputs are merged again. Which operand is which follows from what it reaches (`_roles`). The check of the region
-decides whether it is the delta rule. If it is not, the code stays as it is.
+chunks has been unrolled. So not the products are read, but what enters them: each operand is cut into chunks, all at
+once or one by one, where the outputs are merged again. Which operand is which follows from what it reaches (`_roles`).
+The check of the region decides whether it is the delta rule. If it is not, the code stays as it is.
 
 Shapes. Operands are (b, h, t, n), (b, h, t, p) and (b, h, t), or with time before the heads; cut into chunks, time is
 two axes. States are (b, h, n, p). Sources: Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464), section 3; for linear
@@ -50,12 +50,12 @@ def fuse_chunked_deltas(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
     """Replace delta rules in chunks: their outputs and their last states."""
     if is_training(graph):
         return
-    cuts = Counter(chunks for node in graph.nodes for _, chunks in _fits(_before(node), node))
+    cuts = Counter(chunks for node in graph.nodes for *_, chunks in _cuts(node))
     for root in list(graph.nodes):
-        merged = [axis for axis, chunks in _fits(root, _before(root)) if cuts[chunks] >= len("qkv")]
+        merged = [(axis, chunks) for axis, chunks in _merges(root) if cuts[chunks] >= len("qkv")]
         if not merged or not wanted(root.name):
             continue
-        if (found := _read(root, merged[-1])) is not None:
+        if (found := _read(root, *merged[-1])) is not None:
             yield from _replace(found, wanted)
             sort_topologically(graph)
             graph.eliminate_dead_code()
@@ -66,14 +66,35 @@ def _corrects(node: Node) -> bool:
     return node.target in (aten.linalg_solve_triangular.default, aten.slice_scatter.default)
 
 
-def _before(node: Node) -> Node | None:
-    """Return what a node gives another shape."""
-    return arg(node, 0) if node.target in RESHAPES else None
+def _cuts(node: Node) -> list[tuple[Node, int, tuple[int, int]]]:
+    """List nodes that one cuts, or is a chunk of, with the axis, and how many chunks of which length that makes."""
+    if node.target in RESHAPES:
+        return [(arg(node, 0), axis, chunks) for axis, chunks in _fits(arg(node, 0), node)]
+    if node.target is aten.slice.Tensor and arg(node, 4, "step", 1) == 1:
+        source, axis, start = arg(node, 0), arg(node, 1, "dim", 0), arg(node, 2, "start") or 0
+    elif node.target is getitem and arg(node, 0).target is aten.split.Tensor:
+        source, axis, start = arg(arg(node, 0), 0), arg(arg(node, 0), 2, "dim", 0), 0
+    else:
+        return []
+    axis %= value(source).dim()
+    whole, length = value(source).shape[axis], value(node).shape[axis]
+    if not all(isinstance(size, int) for size in (whole, length, start)) or not length:
+        return []
+    return [(source, axis, (whole // length, length))] if start % length == whole % length == 0 else []
 
 
-def _fits(long: Node | None, short: Node | None) -> list[tuple[int, tuple[int, int]]]:
+def _merges(node: Node) -> list[tuple[int, tuple[int, int]]]:
+    """List axes that a node may merge of chunks, with how many there are of which length."""
+    if node.target is not aten.cat.default:
+        return _fits(node, arg(node, 0)) if node.target in RESHAPES else []
+    parts, axis = arg(node, 0), arg(node, 1, "dim", 0) % value(node).dim()
+    lengths = {value(part).shape[axis] for part in parts}
+    return [(axis, (len(parts), length)) for length in lengths if len(lengths) == 1 and isinstance(length, int)]
+
+
+def _fits(long: Node, short: Node) -> list[tuple[int, tuple[int, int]]]:
     """Return axes of ``long`` that may be two neighbouring axes of ``short``, and the sizes of these."""
-    if long is None or short is None or not (is_tensor(long) and is_tensor(short)):
+    if not (is_tensor(long) and is_tensor(short)):
         return []
     whole, parts = list(value(long).shape), list(value(short).shape)
     if len(parts) != len(whole) + 1 or not all(isinstance(size, int) for size in (*whole, *parts)):
@@ -103,8 +124,8 @@ class _Operand:
 
     @classmethod
     def of(cls, node: Node, time: int, like: torch.Tensor) -> _Operand:
-        """Read what was cut, next to outputs in chunks; without a last axis of size one that was put there."""
-        last = value(node).dim() == like.dim() - 1
+        """Read what was cut, next to outputs; without a last axis of size one that was put there."""
+        last = value(node).dim() == like.dim()
         thin = last and value(node).shape[-1] == 1 != like.shape[-1]
         if thin and node.target is aten.unsqueeze.default and time < value(node).dim() - 1:
             return cls(arg(node, 0), time, wide=False, thin=False)
@@ -163,18 +184,15 @@ class _Region:
         others: What else the region reads but constants.
     """
 
-    def __init__(self, root: Node, time: int) -> None:
-        """Walk up from chunks, counted by an axis, to where as many of the same length were cut."""
-        chunks = tuple(value(root).shape[time : time + 2])
-        self.nodes, cuts, stack = set[Node](), dict[Node, _Operand](), [root]
+    def __init__(self, root: Node, chunks: tuple[int, int]) -> None:
+        """Walk up from what merges chunks to where as many of the same length were cut."""
+        self.nodes, cuts, stack = set[Node](), dict[Node, _Operand](), root.all_input_nodes
         while stack and len(self.nodes) <= MOST:
             node = stack.pop()
             if node in self.nodes or node in cuts or node.op != "call_function":
                 continue
-            source = _before(node)
-            axes = [axis for axis, sizes in _fits(source, node) if sizes == chunks]
-            if source is not None and axes:
-                cuts[node] = _Operand.of(source, axes[-1], value(root))
+            if found := [(source, axis) for source, axis, sizes in _cuts(node) if sizes == chunks]:
+                cuts[node] = _Operand.of(*found[-1], value(root))
                 continue
             self.nodes.add(node)
             stack.extend(node.all_input_nodes)
@@ -209,9 +227,10 @@ class _Region:
         ]  # fmt: skip
 
     @cached_property
-    def corrected(self) -> list[set[Node]]:
-        """The operands of which inverses may be computed."""
-        return [read for node, read in self.reached.items() if _corrects(node)]
+    def inverted(self) -> list[set[Node]]:
+        """The operands of matrices that may be inverted, in order."""
+        matrices = [arg(node, 0) for node in self.reached if _corrects(node)]
+        return [self.reached[matrix] for matrix in matrices if matrix in self.reached]
 
     def writers(self, states: list[Node], values: list[_Operand]) -> set[Node]:
         """Return operands that states are written with: those of products with values that were corrected."""
@@ -244,7 +263,7 @@ class _Region:
         return list(found)
 
 
-def _read(root: Node, time: int) -> _Rule | None:
+def _read(root: Node, time: int, chunks: tuple[int, int]) -> _Rule | None:
     """Read outputs that are merged of chunks; None if they are no delta rule's.
 
     Sums over time are taken of the decay. The inverse is computed of what is read and of keys, and a state is written
@@ -253,7 +272,7 @@ def _read(root: Node, time: int) -> _Rule | None:
     """
     if not time or not value(root).is_floating_point() or time >= value(root).dim() - 1:  # rows come first
         return None
-    region = _Region(arg(root, 0), time)
+    region = _Region(root, chunks)
     if not region.complete:
         return None
     g = next((part for part in region.operands if aten.cumsum.default in _readers(part, region)), None)
@@ -283,7 +302,7 @@ _Roles = tuple[_Operand, _Operand, list[_Operand], list[_Operand] | None, list[_
 
 def _roles(region: _Region, wide: list[_Operand]) -> Iterator[_Roles]:
     """Tell wide operands apart: queries, keys, values, what is read (None if nothing is), and keys of values."""
-    of_inverses = dict.fromkeys(tuple(part for part in wide if part.node in read) for read in region.corrected)
+    of_inverses = dict.fromkeys(tuple(part for part in wide if part.node in read) for read in region.inverted)
     for inner in of_inverses:
         outer = [part for part in wide if part not in inner]
         for k, q in itertools.product(inner, outer):
@@ -293,7 +312,7 @@ def _roles(region: _Region, wide: list[_Operand]) -> Iterator[_Roles]:
             under = [x for x in values for r in reads if len(values) == 2 and region.meet(x, r, wide)]
             yield q, k, [x for x in values if x not in under], reads, under
     for q, k, v in itertools.permutations(wide) if len(wide) == 3 else ():
-        if region.meet(q, k, wide) and all(q.node in read for read in region.corrected):
+        if region.meet(q, k, wide) and all(q.node in read for read in region.inverted):
             yield q, k, [v], None, []
 
 
@@ -320,18 +339,23 @@ def _fit(root: Node, keys: list[_Operand], values: list[_Operand]) -> bool:
 def _scale(q: _Operand, region: _Region) -> float:
     """Return the number that queries are multiplied by in chunks, before anything else is done with them."""
     readers, scale = region.pieces(q), 1.0
-    while len(readers) == 1:
-        (node,) = readers
-        if node.target is aten.mul.Tensor and isinstance(node.args[1], int | float):
-            scale *= node.args[1]
-        elif not (is_view(node) or node.target is _CONVERT):
-            break
-        readers = list(node.users)
-    return float(scale)
+    while True:
+        readers = [user for node in readers for user in node.users]
+        numbers = {_number(node) for node in readers}
+        if len(numbers) != 1 or None in numbers:
+            return scale
+        scale *= numbers.pop() or 0.0
+
+
+def _number(node: Node) -> float | None:
+    """Read the number that a node multiplies its only operand by; None if it does anything else."""
+    if node.target is aten.mul.Tensor and isinstance(node.args[1], int | float):
+        return float(node.args[1])
+    return 1.0 if is_view(node) or node.target is _CONVERT else None
 
 
 def _readers(part: _Operand, region: _Region) -> set[object]:
-    """Return what is done with an operand in chunks, as it is."""
+    """Name the operations that read an operand in chunks."""
     found, stack = set[object](), region.pieces(part)
     while stack:
         for user in stack.pop().users:

@@ -141,6 +141,43 @@ def test_training(form, keyed, early, tokens, n, p):
         assert (got - want).norm() <= 1e-5 * want.norm()
 
 
+def one_by_one(q, k, v, g, beta, *, cut, merge, erase):
+    """Cut each chunk for itself, and collect outputs in a list: ``(b, t, h, ...)``."""
+    chunks = q.shape[1] // CHUNK
+    if cut == "slice":
+        parts = [[x[:, i * CHUNK : (i + 1) * CHUNK] for x in (q, k, v, g, beta)] for i in range(chunks)]
+    else:
+        cuts = (x.split(CHUNK, 1) if cut == "split" else x.chunk(chunks, 1) for x in (q, k, v, g, beta))
+        parts = zip(*cuts, strict=True)
+    state, ys = q.new_zeros(2, 2, k.shape[-1], v.shape[-1]), []
+    for part in parts:
+        a, b, new, own, strength = (x.transpose(1, 2) for x in part)
+        a, total = a * 0.5, own.cumsum(-1).unsqueeze(-1)
+        if erase:
+            read = b * strength.unsqueeze(-1)
+            lower = pairs(read, b, total, total, -1) + torch.eye(CHUNK, dtype=q.dtype)
+            new = new * strength.unsqueeze(-1) - (read * total.exp()) @ state
+            new = torch.linalg.solve_triangular(lower, new, upper=False, unitriangular=True)
+        y = pairs(a, b, total, total, 0) @ new + (a * total.exp()) @ state
+        state = state * total[:, :, -1:].exp() + (b * (total[:, :, -1:] - total).exp()).mT @ new
+        ys.append(y if merge == "cat" else y.transpose(1, 2))
+    if merge == "cat":
+        return torch.cat(ys, 2).transpose(1, 2), state
+    return torch.stack(ys, 1).flatten(1, 2), state
+
+
+@pytest.mark.parametrize("cut", ["slice", "split", "chunk"])
+@pytest.mark.parametrize("merge", ["cat", "stack"])
+@pytest.mark.parametrize("erase", [True, False])
+@pytest.mark.rows(3)
+def test_chunks_that_are_cut_and_collected_one_by_one(rewritten, cut, merge, erase):
+    given = inputs(3 * CHUNK)[:5]
+    outcome = rewritten(lambda *xs: one_by_one(*xs, cut=cut, merge=merge, erase=erase), *given)
+    assert outcome.names == [f"fuse chunked {'delta rule' if erase else 'linear attention'}"] * 2
+    assert outcome.targets.count("refold.delta_rule.default") == 1
+    assert outcome.worst() < 64 * unit_roundoff(torch.float32)
+
+
 @pytest.mark.parametrize(("form", "wrong"), [("strengths", "decays"), ("low rank", "write"), ("linear", "write")])
 def test_what_is_almost_one_is_refused(rewritten, form, wrong):
     rewrites = rewritten(lambda *xs: in_chunks(*xs, form=form, wrong=wrong), *inputs(3 * CHUNK)).rewrites
