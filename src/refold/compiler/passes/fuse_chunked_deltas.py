@@ -23,7 +23,7 @@ attention, Yang et al. 2024 (arXiv:2312.06635), section 4.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -44,6 +44,8 @@ aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 MOST = 40_000
 """How many nodes may lie between operands and outputs: some dozens for each chunk."""
+OPERANDS = 8
+"""How many operands there may be: above a layer that is no such rule lie those of all layers before it."""
 
 
 def fuse_chunked_deltas(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
@@ -186,19 +188,20 @@ class _Region:
 
     def __init__(self, root: Node, chunks: tuple[int, int]) -> None:
         """Walk up from what merges chunks to where as many of the same length were cut."""
-        self.nodes, cuts, stack = set[Node](), dict[Node, _Operand](), root.all_input_nodes
-        while stack and len(self.nodes) <= MOST:
-            node = stack.pop()
-            if node in self.nodes or node in cuts or node.op != "call_function":
+        self.nodes, self.cuts, ahead = set[Node](), dict[Node, _Operand](), deque(root.all_input_nodes)
+        operands = dict[Node, _Operand]()
+        while ahead and len(self.nodes) <= MOST and len(operands) <= OPERANDS:
+            node = ahead.popleft()
+            if node in self.nodes or node in self.cuts or node.op != "call_function":
                 continue
             if found := [(source, axis) for source, axis, sizes in _cuts(node) if sizes == chunks]:
-                cuts[node] = _Operand.of(*found[-1], value(root))
+                operand = _Operand.of(*found[-1], value(root))
+                self.cuts[node] = operands.setdefault(operand.node, operand)
                 continue
             self.nodes.add(node)
-            stack.extend(node.all_input_nodes)
-        self.complete = not stack
-        self.cuts = cuts
-        self.operands = list({operand.node: operand for operand in cuts.values()}.values())
+            ahead.extend(node.all_input_nodes)
+        self.complete = not ahead
+        self.operands = list(operands.values())
 
     def pieces(self, part: _Operand) -> list[Node]:
         """Return the nodes that cut an operand."""
