@@ -78,11 +78,11 @@ def _cuts(node: Node) -> list[tuple[Node, int, tuple[int, int]]]:
         source, axis, start = arg(arg(node, 0), 0), arg(arg(node, 0), 2, "dim", 0), 0
     else:
         return []
-    axis %= value(source).dim()
-    whole, length = value(source).shape[axis], value(node).shape[axis]
-    if not all(isinstance(size, int) for size in (whole, length, start)) or not length:
+    if not all(isinstance(size, int) for size in (*value(source).shape, *value(node).shape, start)):
         return []
-    return [(source, axis, (whole // length, length))] if start % length == whole % length == 0 else []
+    whole, length = value(source).shape[axis], value(node).shape[axis]
+    axis %= value(source).dim()
+    return [(source, axis, (whole // length, length))] if length and start % length == whole % length == 0 else []
 
 
 def _merges(node: Node) -> list[tuple[int, tuple[int, int]]]:
@@ -90,8 +90,10 @@ def _merges(node: Node) -> list[tuple[int, tuple[int, int]]]:
     if node.target is not aten.cat.default:
         return _fits(node, arg(node, 0)) if node.target in RESHAPES else []
     parts, axis = arg(node, 0), arg(node, 1, "dim", 0) % value(node).dim()
+    if not all(isinstance(size, int) for part in parts for size in value(part).shape):
+        return []
     lengths = {value(part).shape[axis] for part in parts}
-    return [(axis, (len(parts), length)) for length in lengths if len(lengths) == 1 and isinstance(length, int)]
+    return [(axis, (len(parts), *lengths))] if len(lengths) == 1 else []  # type: ignore[list-item]
 
 
 def _fits(long: Node, short: Node) -> list[tuple[int, tuple[int, int]]]:

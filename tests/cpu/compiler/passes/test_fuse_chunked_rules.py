@@ -178,6 +178,13 @@ def test_chunks_that_are_cut_and_collected_one_by_one(rewritten, cut, merge, era
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
+def test_dynamic_lengths_stay_right(rewritten):
+    def joined(x):
+        return torch.cat([x[:, :3], x[:, 3:6], torch.cat([x, 2 * x], 1)], 1).reshape(2, -1, 3).sum(-1)
+
+    assert rewritten(joined, torch.randn(2, 6, 3), dynamic=True).worst() < 64 * unit_roundoff(torch.float32)
+
+
 @pytest.mark.parametrize(("form", "wrong"), [("strengths", "decays"), ("low rank", "write"), ("linear", "write")])
 def test_what_is_almost_one_is_refused(rewritten, form, wrong):
     rewrites = rewritten(lambda *xs: in_chunks(*xs, form=form, wrong=wrong), *inputs(3 * CHUNK)).rewrites
