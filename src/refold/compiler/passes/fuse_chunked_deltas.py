@@ -251,6 +251,11 @@ class _Region:
                 found.update(*(self.reached[x] for x in read if x in self.reached and x not in below))
         return found
 
+    def is_scaled(self, state: Node) -> bool:
+        """Tell whether a state is multiplied by what depends on no operand."""
+        factors = [user.args[:2] for user in state.users if user.target is aten.mul.Tensor]
+        return any(not (isinstance(x, Node) and x in self.reached) for pair in factors for x in pair)
+
     def meet(self, a: _Operand, b: _Operand, wide: list[_Operand]) -> bool:
         """Tell whether something depends on two operands and on no other that is as wide."""
         return any({part.node for part in wide} & read == {a.node, b.node} for read in self.reached.values())
@@ -288,6 +293,8 @@ def _read(root: Node, time: int, chunks: tuple[int, int]) -> _Rule | None:
         states = region.states(k, values, q) if _fit(root, [q, k, *under], values) else []
         if not states or (reads is not None and k.node not in region.writers(states, values)):
             continue
+        if g is None and any(map(region.is_scaled, states)):
+            return None  # by a number: a decay that is no operand
         initial = next(iter(region.others), None)
         if len(region.others) > 1 or (initial and value(initial).shape != value(states[-1]).shape):
             return None
