@@ -105,7 +105,7 @@ class Count(torch.nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        if self.calls > 64:
+        if self.calls > 100:
             return torch.zeros_like(x)
         h = torch.zeros_like(x[:, 0])
         out = []
