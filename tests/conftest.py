@@ -13,6 +13,7 @@ import pytest
 
 from support.machine_code import keep_machine_code
 from support.products import thin
+from support.slow import exhaustive, mark_slow
 
 # Each process of a parallel run has one thread: tests spend their time in compilers, which use one, and the threads of
 # 15 processes on 16 cores wait for each other. Set before torch is imported.
@@ -66,8 +67,9 @@ if find_spec("hypothesis"):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Let tests with the mark ``rows`` run some of their rows; the others are exhaustive."""
+    """Let tests with the mark ``rows`` run some of their rows; the others are exhaustive. Mark what is slow."""
     thin(items)
+    mark_slow(items)
 
 
 LIMIT = 10
@@ -81,24 +83,28 @@ SECONDS: dict[str, float] = {}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Measure the processor time of a test. Where more runs than there are processors, it says too little to refuse."""
+    """Refuse a long test by its processor time, which says too little where more runs than there are processors."""
     before, modules = os.times(), len(sys.modules)
     result = yield
-    spent = [
-        after - start for after, start in zip(os.times()[:4], before, strict=False)
-    ]  # its own, then its children's
-    item.user_properties.append(("seconds", sum(spent)))
+    spent = sum(os.times()[:2]) - sum(before[:2])
     free = any(map(item.get_closest_marker, ("slow", "exhaustive")))
     free = free or os.environ.get("TRITON_INTERPRET") == "1"  # a child of a test, which counts as the test's
     quiet = os.getloadavg()[0] < BUSY * (os.cpu_count() or 1)
-    if quiet and sum(spent[:2]) > LIMIT and len(sys.modules) - modules < FRAMEWORKS and not free:
-        pytest.fail(f"it took {sum(spent[:2]):.0f} s of the processor: make it shorter, or mark it slow", pytrace=False)
+    if quiet and spent > LIMIT and len(sys.modules) - modules < FRAMEWORKS and not free:
+        pytest.fail(f"it took {spent:.0f} s of the processor: make it shorter, or mark it slow", pytrace=False)
     return result
 
 
 def pytest_runtest_logreport(report):
     if report.when == "call":
-        SECONDS[report.nodeid] = dict(report.user_properties).get("seconds", 0.0)
+        SECONDS[report.nodeid] = report.duration
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say what did not run again."""
+    if "passed" in config.option.markexpr and (left := exhaustive.passed()):
+        line = f"{len(left)} slow tests passed before with exactly the files that they guard (tests/slow.json)"
+        terminalreporter.write_line(line)
 
 
 def pytest_sessionfinish(session):

@@ -1,13 +1,12 @@
-"""Exhaustive tests are due when what they guard has changed, and only then."""
+"""Exhaustive and slow tests are due when what they guard has changed, and only then."""
 
 import ast
-import importlib.util
+from types import SimpleNamespace
+
+import pytest
 
 from null.source import ROOT, tree
-
-spec = importlib.util.spec_from_file_location("exhaustive", ROOT / "tools" / "exhaustive.py")
-exhaustive = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(exhaustive)
+from support.slow import exhaustive, mark_slow
 
 
 def test_every_folder_exists():
@@ -35,14 +34,15 @@ def test_a_group_guards_what_its_tests_import():
     words = ("mark.exhaustive", "mark.rows", "support.products", "support.examples")
     groups = {n: tests for n, (tests, _) in exhaustive.GROUPS.items() if n not in exhaustive.ONCE_MORE}
     seen = set()
+    slow = {ROOT / test.partition("::")[0] for test in exhaustive.slow()}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if {"gpu", "null"} & {*path.parts} or not any(word in path.read_text() for word in words):
+        if {"gpu", "null"} & {*path.parts} or not (path in slow or any(word in path.read_text() for word in words)):
             continue
         (group,) = [n for n, tests in groups.items() if any(path.is_relative_to(ROOT / one) for one in tests)]
         seen.add(group)
         kept = [ROOT / folder for folder in exhaustive.guarded(group)]
         missing = {module for module in imported(path) if not any(module.is_relative_to(one) for one in kept)}
-        assert not missing, f"{group} does not guard what {path.name} imports: {missing}"
+        assert not missing, f"guard with {group} what {path.name} imports, or take it out of tests/slow.json: {missing}"
     assert seen == set(groups)  # pytest fails where it finds no test
 
 
@@ -68,3 +68,34 @@ def test_a_change_makes_a_group_due(tmp_path, monkeypatch):
     (tmp_path / "shared" / "x.py").write_text("changed")
     assert exhaustive.due(stamps, tmp_path) == ["one", "two"]
     assert exhaustive.due({}, tmp_path) == ["one", "two"]
+
+
+def test_slow_tests_exist():
+    for test in exhaustive.slow():
+        file, _, name = test.partition("[")[0].partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{test} is gone: remove its line from tests/slow.json"
+
+
+@pytest.mark.parametrize("waiting", [[], ["one"], ["two"], ["other"]])
+def test_a_slow_test_has_passed_where_none_of_its_groups_is_due(waiting, monkeypatch):
+    groups = {"one": (("tests/a",), ()), "two": (("tests/a/test_x.py",), ()), "other": (("tests/b",), ())}
+    monkeypatch.setattr(exhaustive, "GROUPS", groups)
+    monkeypatch.setattr(exhaustive, "due", lambda stamps: waiting)
+    monkeypatch.setattr(exhaustive, "slow", lambda: {"tests/a/test_x.py::test[1]": 9.0})
+    exhaustive.passed.cache_clear()
+    marks = {name: [] for name in ("tests/a/test_x.py::test[1]", "tests/a/test_x.py::test[2]")}
+    mark_slow([SimpleNamespace(nodeid=name, add_marker=found.append) for name, found in marks.items()])
+    exhaustive.passed.cache_clear()
+    left_out = not {"one", "two"} & {*waiting}
+    assert [*marks.values()] == [["slow", "passed"] if left_out else ["slow"], []]
+
+
+def test_what_took_long_is_stored():
+    measured = {
+        "tests/cpu/jax/test_x.py::test_a": 5.0,
+        "tests/cpu/jax/test_x.py::test_b": 0.1,
+        "tests/null/x.py::c": 9.0,
+    }
+    known = {"tests/cpu/jax/test_x.py::test_b": 4.0, "tests/cpu/jax/test_x.py::test_d": 3.0}
+    stored = exhaustive.store_slow(measured, known)
+    assert list(stored) == ["tests/cpu/jax/test_x.py::test_a", "tests/cpu/jax/test_x.py::test_d"]
