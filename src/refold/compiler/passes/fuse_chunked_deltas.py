@@ -190,7 +190,7 @@ class _Region:
 
     def __init__(self, root: Node, chunks: tuple[int, int]) -> None:
         """Walk up from what merges chunks to where as many of the same length were cut."""
-        self.nodes, self.cuts, ahead = set[Node](), dict[Node, _Operand](), deque(root.all_input_nodes)
+        self.root, self.nodes, self.cuts, ahead = root, set[Node](), dict[Node, _Operand](), deque(root.all_input_nodes)
         operands = dict[Node, _Operand]()
         while ahead and len(self.nodes) <= MOST and len(operands) <= OPERANDS:
             node = ahead.popleft()
@@ -210,15 +210,17 @@ class _Region:
         return [node for node, operand in self.cuts.items() if operand.node is part.node]
 
     @cached_property
-    def reached(self) -> dict[Node, set[Node]]:
-        """From which operands each node depends, of those that depend on some."""
-        first = next(iter(self.cuts), None)
-        found: dict[Node, set[Node]] = {}
-        for node in first.graph.nodes if first is not None else ():
-            if node in self.cuts:
-                found[node] = {self.cuts[node].node}
-            elif node.op == "call_function" and (parts := [found[x] for x in node.all_input_nodes if x in found]):
-                found[node] = set[Node]().union(*parts)
+    def reached(self) -> dict[Node, frozenset[Node]]:
+        """On which operands each node depends, of those that are computed from chunks that are not merged yet."""
+        found = {node: frozenset([operand.node]) for node, operand in self.cuts.items()}
+        below, ahead = set[Node](), list(self.cuts)
+        while ahead:
+            users = set(ahead.pop().users) - below - {self.root}
+            below |= users
+            ahead.extend(users)
+        for node in sorted(below - found.keys()):
+            if node.op == "call_function":
+                found[node] = frozenset[Node]().union(*(found[x] for x in node.all_input_nodes if x in found))
         return found
 
     def states(self, k: _Operand, values: list[_Operand], q: _Operand) -> list[Node]:
@@ -232,23 +234,29 @@ class _Region:
         ]  # fmt: skip
 
     @cached_property
-    def inverted(self) -> list[set[Node]]:
+    def inverted(self) -> list[frozenset[Node]]:
         """The operands of matrices that may be inverted, in order."""
         matrices = [arg(node, 0) for node in self.reached if _corrects(node)]
         return [self.reached[matrix] for matrix in matrices if matrix in self.reached]
 
+    @cached_property
+    def corrected(self) -> set[Node]:
+        """What is computed from an inverse."""
+        found = set[Node]()
+        for node in self.reached:
+            if _corrects(node) or any(x in found for x in node.all_input_nodes):
+                found.add(node)
+        return found
+
     def writers(self, states: list[Node], values: list[_Operand]) -> set[Node]:
         """Return operands that states are written with: those of products with values that were corrected."""
-        below, found, stack = set[Node](), set[Node](), [x for node in states for x in node.all_input_nodes]
-        for node in self.reached:
-            if _corrects(node) or any(x in below for x in node.all_input_nodes):
-                below.add(node)
+        found, stack = set[Node](), [x for node in states for x in node.all_input_nodes]
         while stack:
             read = stack.pop().all_input_nodes
             if len(read) == 1:  # a view, a conversion, or the sum of a product
                 stack.extend(read)
-            elif any(x in below and {part.node for part in values} <= self.reached[x] for x in read):
-                found.update(*(self.reached[x] for x in read if x in self.reached and x not in below))
+            elif any(x in self.corrected and {part.node for part in values} <= self.reached[x] for x in read):
+                found.update(*(self.reached[x] for x in read if x in self.reached and x not in self.corrected))
         return found
 
     def is_scaled(self, state: Node) -> bool:
@@ -256,9 +264,14 @@ class _Region:
         factors = [user.args[:2] for user in state.users if user.target is aten.mul.Tensor]
         return any(not (isinstance(x, Node) and x in self.reached) for pair in factors for x in pair)
 
+    @cached_property
+    def together(self) -> set[frozenset[Node]]:
+        """Operands on which some node depends, and on no others."""
+        return set(self.reached.values())
+
     def meet(self, a: _Operand, b: _Operand, wide: list[_Operand]) -> bool:
         """Tell whether something depends on two operands and on no other that is as wide."""
-        return any({part.node for part in wide} & read == {a.node, b.node} for read in self.reached.values())
+        return any({part.node for part in wide} & read == {a.node, b.node} for read in self.together)
 
     @cached_property
     def others(self) -> list[Node]:

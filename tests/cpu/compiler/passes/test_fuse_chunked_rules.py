@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from refold.compiler.options import Options
+from refold.compiler.passes import fuse_chunked_deltas
 from refold.compiler.validate.region import validate_region
 from refold.verify.numerics import unit_roundoff
 from support.products import others_exhaustive
@@ -183,6 +184,27 @@ def test_dynamic_lengths_stay_right(rewritten):
         return torch.cat([x[:, :3], x[:, 3:6], torch.cat([x, 2 * x], 1)], 1).reshape(2, -1, 3).sum(-1)
 
     assert rewritten(joined, torch.randn(2, 6, 3), dynamic=True).worst() < 64 * unit_roundoff(torch.float32)
+
+
+def test_a_layer_is_read_without_those_below_it(rewritten, monkeypatch):
+    """What is walked for outputs in chunks depends on their own layer, not on how many follow."""
+
+    def layers(x, count):
+        for _ in range(count):
+            q, k, v = (f(x).unflatten(1, (-1, CHUNK)) for f in (torch.sin, torch.cos, torch.tanh))
+            x = x + ((q @ k.mT).softmax(-1) @ v).flatten(1, 2).relu()
+        return x
+
+    regions, region = [], fuse_chunked_deltas._Region
+    monkeypatch.setattr(fuse_chunked_deltas, "_Region", lambda *args: regions.append(region(*args)) or regions[-1])
+    walked = []
+    for count in (2, 5):
+        regions.clear()
+        rewritten(lambda x, count=count: layers(x, count), torch.randn(2, 3 * CHUNK, 5))
+        assert len(regions) == count
+        walked.append({len(found.reached) for found in regions})
+    assert walked[0] == walked[1]
+    assert len(walked[0]) == 1
 
 
 @pytest.mark.parametrize(("form", "wrong"), [("strengths", "decays"), ("low rank", "write"), ("linear", "write")])
