@@ -58,13 +58,14 @@ release: setup
 
 # Two processes of one thread each; types are checked and the site is built beside them. The first run has Inductor write plain
 # loops, and only where a result depends on code; the second vector instructions, as users have it (tests/conftest.py): what a
-# newer transformers could change. Slow tests run if what they guard has changed since they passed (tests/slow.json). `make test-all`
+# newer transformers could change. Slow tests (tests/slow.json) run if any program has changed since they passed. `make test-all`
 # also runs the rest of large products, graphs with code, and what shows that each part of a guard is needed (tools/exhaustive.py).
 test: setup $(NEWEST)/.done
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	mkdir -p build; ($(BIN)/mypy && $(SITE)) > build/types.txt 2>&1 & checks=$$!; \
 	$(BIN)/python -m pytest tests --ignore=tests/gpu -m "not exhaustive and not passed" -n 2 --dist worksteal && \
-	TORCHINDUCTOR_VEC_ISA_OK= PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py tests/hf/test_random_models.py -m "not exhaustive and not passed" -n 2 --dist worksteal -k "not dynamic_length and not contractions and not compiled_ and not onnx and not sharded"; \
+	TORCHINDUCTOR_VEC_ISA_OK= PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py tests/hf/test_random_models.py -m "not exhaustive and not passed" -n 2 --dist worksteal -k "not dynamic_length and not contractions and not compiled_ and not onnx and not sharded" && \
+	$(BIN)/python tools/exhaustive.py stamp; \
 	status=$$?; wait $$checks || { cat build/types.txt; exit 1; }; exit $$status
 
 test-all: test

@@ -3,10 +3,12 @@
     python tools/exhaustive.py due      # names of groups whose guarded files differ from their stamp
     python tools/exhaustive.py run      # run those, and stamp them
     python tools/exhaustive.py run all  # run every group, and stamp it
+    python tools/exhaustive.py stamp    # say that all that `make test` runs, slow tests too, passed with these files
     python tools/exhaustive.py slow     # store which tests of the last run took long (tests/slow.json)
 
 A stamp is a digest of the guarded files, kept in ``tests/exhaustive.json`` and committed. It says that the tests of a
-group passed with exactly these files. So did its slow tests, which `make test` leaves out then.
+group passed with exactly these files. Slow tests have a stamp of all programs; where it holds, `make test` leaves them
+out.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ STAMPS = ROOT / "tests" / "exhaustive.json"
 SLOW = ROOT / "tests" / "slow.json"
 LONG = 2
 """Seconds from which on a test is slow."""
+PROGRAMS = ("src/refold", "tests", "tools", "examples")
+READERS = ("tests/null/", "tests/cpu/test_", "tests/gpu/")
+"""Tests that also read pages and stored results, which a stamp does not see, or that need a GPU: never left out."""
 SHARED = ("src/refold/errors.py", "src/refold/versions.py", "tests/support", "tests/conftest.py")
 HF = (
     *("accelerate", "awkward", "decoding", "heads", "jax_equality", "kernel_repository"),
-    *("graphs", "hub", "packed_attention", "padding", "ranks", "torch_equality", "warm"),
+    *("packed_attention", "padding", "ranks", "torch_equality", "warm"),
 )
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attacks": (
@@ -37,10 +42,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "trials": (
         ("tests/cpu/judge", "tests/cpu/verify", "tests/cpu/propose"),
-        (
-            *("src/refold/judge", "src/refold/verify", "src/refold/propose", "src/refold/early.py"),
-            *("src/refold/targets.py", "src/refold/cli.py", "src/refold/compiler/notation/program.py"),
-        ),
+        ("src/refold/judge", "src/refold/verify", "src/refold/propose", "src/refold/early.py", "src/refold/targets.py"),
     ),
     "rewrites": (
         ("tests/cpu/compiler", "tests/hf/test_layers.py"),
@@ -78,7 +80,7 @@ GROUPS["code"] = (
 They also guard their own folders and what is `SHARED`; tests/null/test_exhaustive.py compares this with their imports.
 """
 ONCE_MORE = {
-    "newest": ("exhaustive or slow", {"TORCHINDUCTOR_VEC_ISA_OK": "", "PYTHONPATH": str(ROOT / ".venv-newest")}),
+    "newest": ("exhaustive", {"TORCHINDUCTOR_VEC_ISA_OK": "", "PYTHONPATH": str(ROOT / ".venv-newest")}),
     "code": ("", {"REFOLD_TESTS_CODE": "1"}),
 }
 """Groups of tests that belong to another group, too -> the marks of those that run once more, and how: with the newest
@@ -105,12 +107,6 @@ def due(stamps: Mapping[str, str], root: Path = ROOT) -> list[str]:
     return [name for name in GROUPS if stamps.get(name) != digest(guarded(name), root)]
 
 
-def groups_of(test: str) -> list[str]:
-    """List the groups that a test belongs to."""
-    file = Path(test.partition("::")[0])
-    return [name for name, (tests, _) in GROUPS.items() if any(file.is_relative_to(one) for one in tests)]
-
-
 def slow() -> dict[str, float]:
     """Read which tests are slow, and their seconds."""
     return json.loads(SLOW.read_text())
@@ -118,22 +114,25 @@ def slow() -> dict[str, float]:
 
 @cache
 def passed() -> frozenset[str]:
-    """List the slow tests all of whose groups passed with the files that they guard now."""
-    waiting = due(json.loads(STAMPS.read_text()))
-    return frozenset(test for test in slow() if not {*groups_of(test)} & {*waiting})
+    """List the slow tests, if all passed with the programs as they are now."""
+    return frozenset(slow() if json.loads(STAMPS.read_text()).get("slow") == digest(PROGRAMS) else ())
 
 
 def store_slow(measured: Mapping[str, float], slow: Mapping[str, float]) -> dict[str, float]:
-    """Merge the slow tests of groups that a run has measured into those that are known, the longest first."""
-    known = {test: seconds for test, seconds in {**slow, **measured}.items() if seconds >= LONG and groups_of(test)}
+    """Merge the tests of a run that took long into those that are known, the longest first."""
+    known = {k: seconds for k, seconds in {**slow, **measured}.items() if seconds >= LONG and not k.startswith(READERS)}
     return dict(sorted(known.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def stamp(name: str, folders: Iterable[str]) -> None:
+    """Write down that a group passed with its files as they are now."""
+    STAMPS.write_text(json.dumps(json.loads(STAMPS.read_text()) | {name: digest(folders)}, indent=2) + "\n")
 
 
 def run(names: Iterable[str]) -> int:
     """Run groups, and stamp those that pass; give pytest's exit status of the first that does not."""
-    stamps = json.loads(STAMPS.read_text())
     for name in names:
-        marks, settings = ONCE_MORE.get(name, ("exhaustive or slow", {}))
+        marks, settings = ONCE_MORE.get(name, ("exhaustive", {}))
         status = subprocess.run(
             [sys.executable, "-m", "pytest", *GROUPS[name][0], "-m", marks, "-n", "2", "--dist", "worksteal"],
             cwd=ROOT,
@@ -141,14 +140,16 @@ def run(names: Iterable[str]) -> int:
         ).returncode
         if status:
             return status
-        stamps[name] = digest(guarded(name))
-        STAMPS.write_text(json.dumps(stamps, indent=2) + "\n")
+        stamp(name, guarded(name))
     return 0
 
 
 def main() -> int:
     """Read the command line."""
     command, every = sys.argv[1:2], sys.argv[2:] == ["all"]
+    if command == ["stamp"]:
+        stamp("slow", PROGRAMS)
+        return 0
     if command == ["slow"]:
         measured = json.loads((ROOT / "build" / "durations.json").read_text())[1]
         SLOW.write_text(json.dumps(store_slow(measured, slow()), indent=0) + "\n")

@@ -3,8 +3,6 @@
 import ast
 from types import SimpleNamespace
 
-import pytest
-
 from null.source import ROOT, tree
 from support.slow import exhaustive, mark_slow
 
@@ -34,15 +32,14 @@ def test_a_group_guards_what_its_tests_import():
     words = ("mark.exhaustive", "mark.rows", "support.products", "support.examples")
     groups = {n: tests for n, (tests, _) in exhaustive.GROUPS.items() if n not in exhaustive.ONCE_MORE}
     seen = set()
-    slow = {ROOT / test.partition("::")[0] for test in exhaustive.slow()}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if {"gpu", "null"} & {*path.parts} or not (path in slow or any(word in path.read_text() for word in words)):
+        if {"gpu", "null"} & {*path.parts} or not any(word in path.read_text() for word in words):
             continue
         (group,) = [n for n, tests in groups.items() if any(path.is_relative_to(ROOT / one) for one in tests)]
         seen.add(group)
         kept = [ROOT / folder for folder in exhaustive.guarded(group)]
         missing = {module for module in imported(path) if not any(module.is_relative_to(one) for one in kept)}
-        assert not missing, f"guard with {group} what {path.name} imports, or take it out of tests/slow.json: {missing}"
+        assert not missing, f"{group} does not guard what {path.name} imports: {missing}"
     assert seen == set(groups)  # pytest fails where it finds no test
 
 
@@ -76,18 +73,26 @@ def test_slow_tests_exist():
         assert f"def {name}(" in (ROOT / file).read_text(), f"{test} is gone: remove its line from tests/slow.json"
 
 
-@pytest.mark.parametrize("waiting", [[], ["one"], ["two"], ["other"]])
-def test_a_slow_test_has_passed_where_none_of_its_groups_is_due(waiting, monkeypatch):
-    groups = {"one": (("tests/a",), ()), "two": (("tests/a/test_x.py",), ()), "other": (("tests/b",), ())}
-    monkeypatch.setattr(exhaustive, "GROUPS", groups)
-    monkeypatch.setattr(exhaustive, "due", lambda stamps: waiting)
-    monkeypatch.setattr(exhaustive, "slow", lambda: {"tests/a/test_x.py::test[1]": 9.0})
-    exhaustive.passed.cache_clear()
-    marks = {name: [] for name in ("tests/a/test_x.py::test[1]", "tests/a/test_x.py::test[2]")}
-    mark_slow([SimpleNamespace(nodeid=name, add_marker=found.append) for name, found in marks.items()])
-    exhaustive.passed.cache_clear()
-    left_out = not {"one", "two"} & {*waiting}
-    assert [*marks.values()] == [["slow", "passed"] if left_out else ["slow"], []]
+def test_slow_tests_are_left_out_where_no_program_has_changed(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "stamps.json").write_text("{}")
+    for name, value in {"PROGRAMS": (tmp_path / "a",), "ROOT": tmp_path, "STAMPS": tmp_path / "stamps.json"}.items():
+        monkeypatch.setattr(exhaustive, name, value)
+    monkeypatch.setattr(exhaustive, "slow", lambda: {"tests/test_x.py::test[1]": 9.0})
+    monkeypatch.setattr(exhaustive.digest, "__defaults__", (tmp_path,))
+
+    def marks():
+        exhaustive.passed.cache_clear()
+        found = {name: [] for name in ("tests/test_x.py::test[1]", "tests/test_x.py::test[2]")}
+        mark_slow([SimpleNamespace(nodeid=name, add_marker=own.append) for name, own in found.items()])
+        exhaustive.passed.cache_clear()
+        return [*found.values()]
+
+    assert marks() == [["slow"], []]
+    exhaustive.stamp("slow", exhaustive.PROGRAMS)
+    assert marks() == [["slow", "passed"], []]
+    (tmp_path / "a" / "x.py").write_text("changed")
+    assert marks() == [["slow"], []]
 
 
 def test_what_took_long_is_stored():
