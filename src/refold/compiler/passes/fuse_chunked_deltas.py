@@ -10,10 +10,11 @@ What is read may be other than the keys (Comba), also before the state decays; g
 (GDN-2); and values may be written with keys of their own (IPLR and DPLR, which RWKV-7 is). Without L, U is V: linear
 attention, gated or not.
 
-The inverse is spelled as a triangular solve, or row after row; decays are one per head or one per key; the loop over
-chunks has been unrolled. So not the products are read, but what enters them: each operand is cut into chunks, all at
-once or one by one, where the outputs are merged again. Which operand is which follows from what it reaches (`_roles`).
-The check of the region decides whether it is the delta rule. If it is not, the code stays as it is.
+The inverse is spelled as a triangular solve, or row after row; decays are one per head or one per key, of each token
+or, in lightning attention, of all tokens; the loop over chunks has been unrolled. So not the products are read, but
+what enters them: each operand is cut into chunks, all at once or one by one, where the outputs are merged again. Which
+operand is which follows from what it reaches (`_roles`). The check of the region decides whether it is the delta rule.
+If it is not, the code stays as it is.
 
 Shapes. Operands are (b, h, t, n), (b, h, t, p) and (b, h, t), or with time before the heads; cut into chunks, time is
 two axes. States are (b, h, n, p). Sources: Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464), section 3; for linear
@@ -23,6 +24,7 @@ attention, Yang et al. 2024 (arXiv:2312.06635), section 4.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +34,7 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder, is_constant, sort_topologically
+from ..ir.builder import Builder, is_constant, sort_topologically, upstream
 from ..ir.fx import RESHAPES, SUMS, arg, is_tensor, is_training, value
 from ..ir.operators import RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
@@ -42,6 +44,7 @@ from ..recurrence.duality import FORGETS
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
+_MOVES = (aten.select.int, aten.slice.Tensor, _CONVERT)
 MOST = 40_000
 """How many nodes may lie between operands and outputs: some dozens for each chunk."""
 OPERANDS = 8
@@ -155,7 +158,9 @@ class _Rule:
         v: Factors of the values.
         r: Factors of what is read; the keys if there are none.
         under: The keys that values are written with; none if they are those of corrections.
-        g: The log decay; None where nothing decays.
+        g: The log decay; None where that is no operand.
+        fade: What a chunk multiplies states by, if all tokens decay alike; None if there is g, or nothing decays.
+        length: How many tokens a chunk has.
         early: Whether a token reads the state before it decays.
         beta: Strengths; None if they are one.
         erase: Whether anything is corrected.
@@ -172,6 +177,8 @@ class _Rule:
     r: list[_Operand]
     under: list[_Operand]
     g: _Operand | None
+    fade: Node | float | None
+    length: int
     early: bool
     beta: _Operand | None
     erase: bool
@@ -185,7 +192,6 @@ class _Region:
     Attributes:
         nodes: The nodes.
         operands: What is cut into chunks like the outputs.
-        others: What else the region reads but constants.
     """
 
     def __init__(self, root: Node, chunks: tuple[int, int]) -> None:
@@ -259,10 +265,16 @@ class _Region:
                 found.update(*(self.reached[x] for x in read if x in self.reached and x not in self.corrected))
         return found
 
-    def is_scaled(self, state: Node) -> bool:
-        """Tell whether a state is multiplied by what depends on no operand."""
-        factors = [user.args[:2] for user in state.users if user.target is aten.mul.Tensor]
-        return any(not (isinstance(x, Node) and x in self.reached) for pair in factors for x in pair)
+    def fades(self, states: list[Node]) -> list[Node | float]:
+        """List what states are multiplied by on their way to the next ones, if it depends on no operand."""
+        read = [x for state in states for x in state.all_input_nodes if x < self.root]
+        pairs = [pair for x in read if x.target is aten.mul.Tensor for pair in (x.args[:2], x.args[1::-1])]
+        return [x for x, y in pairs if x not in self.reached and (y in states or y not in self.reached)]  # type: ignore
+
+    def is_weighted(self, q: _Operand) -> bool:
+        """Tell whether queries are multiplied by tensors that depend on no operand."""
+        products = [x for x, read in self.reached.items() if x.target is aten.mul.Tensor and read == {q.node}]
+        return any(isinstance(x, Node) and x not in self.reached for node in products for x in node.args)
 
     @cached_property
     def together(self) -> set[frozenset[Node]]:
@@ -273,15 +285,14 @@ class _Region:
         """Tell whether something depends on two operands and on no other that is as wide."""
         return any({part.node for part in wide} & read == {a.node, b.node} for read in self.together)
 
-    @cached_property
-    def others(self) -> list[Node]:
-        """What the region reads besides its operands and constants, before it is seen as another shape."""
-        found = set[Node]()
+    def others(self, fade: Node | float | None) -> list[Node]:
+        """List what else the region reads but constants and decays, before it is seen as another shape."""
+        found, decays, faded = set[Node](), _inputs(fade), (aten.mul.Tensor, (fade,))
         for node in self.nodes & self.reached.keys():
             for x in node.all_input_nodes:
-                while is_view(x) and x not in self.reached:
+                while x not in self.reached and (is_view(x) or (x.target, x.args[1:]) == faded):
                     x = arg(x, 0)
-                if x not in self.reached and not is_constant(x):
+                if x not in self.reached and not is_constant(x) and not (decays and decays & _inputs(x)):
                     found.add(x)
         return list(found)
 
@@ -306,18 +317,21 @@ def _read(root: Node, time: int, chunks: tuple[int, int]) -> _Rule | None:
         states = region.states(k, values, q) if _fit(root, [q, k, *under], values) else []
         if not states or (reads is not None and k.node not in region.writers(states, values)):
             continue
-        if g is None and any(map(region.is_scaled, states)):
-            return None  # by a number: a decay that is no operand
-        initial = next(iter(region.others), None)
-        if len(region.others) > 1 or (initial and value(initial).shape != value(states[-1]).shape):
+        fades = [] if g is not None else region.fades(states)
+        fade = next((x for x in fades if _has_logarithm(x, states[-1])), None)
+        if g is None and not (bool(fades) == (fade is not None) == region.is_weighted(q)):
+            return None
+        others = region.others(fade)
+        initial = next(iter(others), None)
+        if len(others) > 1 or (initial and value(initial).shape != value(states[-1]).shape):
             return None
         own, read, beta = (values, [], None) if reads is None else _without_strengths(k, values, reads)
         if len(narrow) > (reads is not None and beta is None) or (reads is None and early):
             return None
         last = [node for node in states if node not in region.nodes]
         return _Rule(
-            root, time, last[-1] if last else None, q, k, own, read, under, g, early, beta or next(iter(narrow), None),
-            reads is not None, initial, _scale(q, region),
+            root, time, last[-1] if last else None, q, k, own, read, under, g, fade, chunks[1], early,
+            beta or next(iter(narrow), None), reads is not None, initial, _scale(q, region),
         )  # fmt: skip
     return None
 
@@ -379,6 +393,53 @@ def _number(node: Node) -> float | None:
     return 1.0 if is_view(node) or node.target is _CONVERT else None
 
 
+def _inputs(x: Node | float | None) -> set[Node]:
+    """Return the inputs of the graph on which a value depends."""
+    return {node for node in upstream(x) if node.op != "call_function"} if isinstance(x, Node) else set()
+
+
+def _has_logarithm(fade: Node | float, state: Node) -> bool:
+    """Tell whether a factor of states is an exponential, one for each head or key, or a positive number."""
+    if not isinstance(fade, Node):
+        return 0 < fade < math.inf
+    if not is_tensor(fade) or value(fade).dim() > value(state).dim() or value(fade).shape[-1:] not in ((), (1,)):
+        return False
+    node: Node = fade
+    while is_view(node) or node.target in _MOVES:
+        node = arg(node, 0)
+    return node.target is aten.exp.default
+
+
+def _logarithm(build: Builder, fade: Node) -> Node:
+    """Emit the logarithm of an exponential that was moved since."""
+    x = arg(fade, 0)
+    if fade.target is aten.exp.default:
+        return x
+    x = _logarithm(build, x)
+    if fade.target in RESHAPES:
+        return build.reshape(x, list(value(fade).shape))
+    return build.call(fade.target, x, *fade.args[1:], **fade.kwargs)
+
+
+def _decays(build: Builder, rule: _Rule, k: Node) -> Node | None:
+    """Emit the log decays of tokens, as (b, t, h) or (b, t, h, n)."""
+    if rule.g is not None:
+        return build.call(aten.clamp_min.default, rule.g.laid(build), FORGETS)
+    if rule.fade is None:
+        return None
+    rows, tokens, heads, n = value(k).shape
+    if not isinstance(rule.fade, Node):
+        kinds = {"dtype": torch.promote_types(value(k).dtype, torch.float32), "device": value(k).device}
+        return build.call(aten.full.default, [rows, tokens, heads], math.log(rule.fade) / rule.length, **kinds)
+    log = build.call(aten.clamp_min.default, _logarithm(build, rule.fade), FORGETS)
+    log = build.call(aten.div.Tensor, log, rule.length)
+    keyed = value(log).dim() > 1 and value(log).shape[-2] > 1
+    each = [rows, heads][: value(rule.k.node).dim() - 2]  # as states have them
+    log = build.expand(log, [*each, n if keyed else 1, 1])
+    log = build.reshape(log, [rows, 1, heads, n] if keyed else [rows, 1, heads])
+    return build.dense(build.expand(log, [rows, tokens, heads, n][: value(log).dim()]))
+
+
 def _readers(part: _Operand, region: _Region) -> set[object]:
     """Name the operations that read an operand in chunks."""
     found, stack = set[object](), region.pieces(part)
@@ -420,7 +481,7 @@ def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
         "k": k, "v": v,
         # What is written under other keys is written to the state, and what is read is added.
         "r": build.call(aten.neg.default, r) if r and under else r,
-        "g": None if rule.g is None else build.call(aten.clamp_min.default, rule.g.laid(build), FORGETS),
+        "g": _decays(build, rule, k),
         "beta": None if rule.beta is None else rule.beta.laid(build),
         "initial_state": None,
     }  # fmt: skip
@@ -442,6 +503,8 @@ def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
         old = value(rule.last)
         found.append((rule.last, build.restride(build.cast(build.reshape(last, list(old.shape)), old.dtype), old)))
     made = set(build.added)
+    if isinstance(rule.fade, Node):
+        made |= {x for x in upstream(rule.fade) if x.op == "call_function"}  # factors of all chunks have one source
     for before, after in found:
         yield replace_node(
             before,

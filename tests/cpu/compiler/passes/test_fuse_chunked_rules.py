@@ -1,5 +1,7 @@
 """Rules in chunks that read, write or correct in their own way become the operator of the delta rule, too."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,12 +130,11 @@ def test_forms(rewritten, form, keyed, early, tokens, n, p):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
-@few(SOME[0], SOME[2], SOME[4])
-def test_training(form, keyed, early, tokens, n, p):
-    run, seen = spliced(lambda *xs: in_chunks(*xs, form=form, early=early), "training")
+def check_training(fn, given):
+    run, seen = spliced(fn, "training")
     results = []
-    for program, dtype in ((run, torch.float32), (lambda *xs: in_chunks(*xs, form=form, early=early), torch.float64)):
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs(tokens, keyed, n, p)]
+    for program, dtype in ((run, torch.float32), (fn, torch.float64)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in given]
         found = flat(program(*leaves))
         sum(y.square().sum() for y in found).backward()
         results.append([x.detach() for x in (*found, *(x.grad for x in leaves if x.grad is not None))])
@@ -142,25 +143,34 @@ def test_training(form, keyed, early, tokens, n, p):
         assert (got - want).norm() <= 1e-5 * want.norm()
 
 
-def one_by_one(q, k, v, g, beta, *, cut, merge, erase):
-    """Cut each chunk for itself, and collect outputs in a list: ``(b, t, h, ...)``."""
+@few(SOME[0], SOME[2], SOME[4])
+def test_training(form, keyed, early, tokens, n, p):
+    check_training(lambda *xs: in_chunks(*xs, form=form, early=early), inputs(tokens, keyed, n, p))
+
+
+def one_by_one(q, k, v, g, beta, *, cut="slice", merge="cat", erase=True, alike=None, state=None):
+    """Cut each chunk for itself, and collect outputs in a list: ``(b, t, h, ...)``.
+
+    If all tokens decay alike, ``alike`` is the sum of log decays in a chunk, and what it multiplies states by.
+    """
     chunks = q.shape[1] // CHUNK
     if cut == "slice":
         parts = [[x[:, i * CHUNK : (i + 1) * CHUNK] for x in (q, k, v, g, beta)] for i in range(chunks)]
     else:
         cuts = (x.split(CHUNK, 1) if cut == "split" else x.chunk(chunks, 1) for x in (q, k, v, g, beta))
         parts = zip(*cuts, strict=True)
-    state, ys = q.new_zeros(2, 2, k.shape[-1], v.shape[-1]), []
+    state, ys = q.new_zeros(2, 2, k.shape[-1], v.shape[-1]) if state is None else state, []
     for part in parts:
         a, b, new, own, strength = (x.transpose(1, 2) for x in part)
         a, total = a * 0.5, own.cumsum(-1).unsqueeze(-1)
+        total, fade = (total, total[:, :, -1:].exp()) if alike is None else alike
         if erase:
             read = b * strength.unsqueeze(-1)
             lower = pairs(read, b, total, total, -1) + torch.eye(CHUNK, dtype=q.dtype)
             new = new * strength.unsqueeze(-1) - (read * total.exp()) @ state
             new = torch.linalg.solve_triangular(lower, new, upper=False, unitriangular=True)
         y = pairs(a, b, total, total, 0) @ new + (a * total.exp()) @ state
-        state = state * total[:, :, -1:].exp() + (b * (total[:, :, -1:] - total).exp()).mT @ new
+        state = state * fade + (b * (total[:, :, -1:] - total).exp()).mT @ new
         ys.append(y if merge == "cat" else y.transpose(1, 2))
     if merge == "cat":
         return torch.cat(ys, 2).transpose(1, 2), state
@@ -177,6 +187,54 @@ def test_chunks_that_are_cut_and_collected_one_by_one(rewritten, cut, merge, era
     assert outcome.names == [f"fuse chunked {'delta rule' if erase else 'linear attention'}"] * 2
     assert outcome.targets.count("refold.delta_rule.default") == 1
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
+
+
+def spelled(how, rate):
+    """Return the sums of log decays in a chunk whose tokens decay alike, and what it multiplies states by."""
+    if how == "a number":
+        rate = 0.25
+    if how == "a constant":
+        rate = 2.0 ** -(1 + 3 * torch.arange(2))[:, None, None]
+    total = (-rate * torch.arange(1, CHUNK + 1)[:, None]).expand(1, 2, CHUNK, -1)
+    if how == "the last of the sums":
+        return total, total[:, :, -1].exp().unsqueeze(-1)
+    if how == "the last factor":
+        return total, total.exp().mT[..., -1:]
+    return total, math.exp(-rate * CHUNK) if how == "a number" else torch.exp(-rate * CHUNK)
+
+
+def all_alike(how, erase, started):
+    """Go through chunks whose tokens decay alike, as in lightning attention; its inputs are those of `given_alike`."""
+    return lambda q, k, v, beta, rate, state: one_by_one(
+        q, k, v, q[..., 0], beta, erase=erase, alike=spelled(how, rate), state=state if started else None
+    )
+
+
+def given_alike(keyed, draw):
+    n, p, chunks = (int(torch.randint(2, 7, (), generator=draw)) for _ in range(3))
+    q, k, v, _, beta, *_, state = inputs(chunks * CHUNK, n=n, p=p)
+    return [q, k, v, beta, torch.rand(2, 1, n if keyed else 1, generator=draw), state]
+
+
+@pytest.mark.parametrize(("how", "keyed", "erase", "started"), others_exhaustive([
+    ("a factor of its own", False, False, False), ("the last of the sums", True, True, False),
+    ("a number", False, False, True), ("a factor of its own", False, True, True),
+    ("the last of the sums", True, False, True), ("the last factor", False, False, True),
+    ("a constant", False, True, False),
+], range(3)))  # fmt: skip
+def test_tokens_that_decay_alike(rewritten, how, keyed, erase, started):
+    fn, given = all_alike(how, erase, started), given_alike(keyed, torch.Generator().manual_seed(len(how)))
+    outcome = rewritten(fn, *given)
+    assert outcome.names == [f"fuse chunked {'delta rule' if erase else 'linear attention'}"] * 2
+    assert not [target for target in outcome.targets if "mm" in target]
+    for got, want in zip(outcome.after, fn(*(x.double() for x in given)), strict=True):
+        assert (got - want).norm() <= 64 * unit_roundoff(torch.float32) * want.norm()
+
+
+@pytest.mark.parametrize("erase", [False, True])
+def test_training_of_tokens_that_decay_alike(erase):
+    given = given_alike(False, torch.Generator().manual_seed(int(erase)))
+    check_training(all_alike("a factor of its own", erase, True), given)
 
 
 def test_dynamic_lengths_stay_right(rewritten):
