@@ -145,6 +145,14 @@ class Case:
                 self.sides.ask(call)
                 self.compared()
 
+    def accepts(self, call: Call) -> bool:
+        """Say whether the original accepts a call."""
+        try:
+            self.sides.witness.call(call, self.docket.terms.timeout)
+        except Raised:
+            return False
+        return True
+
     def agrees(self, call: Call) -> bool | None:
         """Say whether the candidate gives what the original gives; None if the original refuses the call."""
         sides = self.sides

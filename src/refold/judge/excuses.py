@@ -476,11 +476,11 @@ class Excuses:
 
     def _made_once(self, owner: ast.ClassDef) -> bool:
         """Say whether modules of a class are made where the judged one is, from fixed arguments."""
-        calls = self._calls.get(owner.name, [])
+        calls, here = self._calls.get(owner.name, []), (owner.name, owner.lineno)
         if self._hidden(owner.name) or self.names[owner.name] > len(calls):
             return False
         return not calls if owner.name == self.attribute else bool(calls) and all(
-            cls is not None and not _same(cls, owner) and where is not None and where.name == "__init__"
+            cls is not None and (cls.name, cls.lineno) != here and where is not None and where.name == "__init__"
             and all(self._fixed(a, where, cls) for a in (*call.args, *(k.value for k in call.keywords)))
             for call, where, cls in calls
         )  # fmt: skip
@@ -568,10 +568,6 @@ def _arguments(function: Function) -> dict[str, tuple[int, ast.expr | None]]:
 def _placed(made: ast.expr, where: ast.expr) -> ast.expr:
     """Give an expression that was made here the place of one in the source."""
     return ast.fix_missing_locations(ast.copy_location(made, where))
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is not None and other is not None and (one.name, one.lineno) == (other.name, other.lineno)
 
 
 def _position(node: ast.expr) -> tuple[Any, ...]:

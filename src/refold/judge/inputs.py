@@ -353,7 +353,7 @@ def _other_mask(x: torch.Tensor, axis: int | None, g: torch.Generator) -> torch.
 
 
 def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
-    """Yield inputs of other shapes: wherever a size stands it becomes one, one more or less, a prime, more, or zero.
+    """Yield inputs of other shapes: a size becomes one, one more or less, a prime, a power of two, more, or zero.
 
     Each size is changed in one way before any is in the next, so that few trials reach all axes. Which sizes belong
     together is not known. Equal ones are changed together first, then the leading ones alone; what the original does
@@ -368,8 +368,8 @@ def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
     seen = {tuple(tuple(x.shape) for x in like)}
     g = generator(seed)
     changes: list[Callable[[int], int]] = [
-        lambda n: n + 1, lambda n: n - 1, lambda n: 0, _power, lambda n: 1, lambda n: 3 * n + 1,
-        lambda n: _prime(n // 2 + 1), lambda n: 2 + _below(min(n, 15), g), lambda n: 2 * n,
+        lambda n: n + 1, lambda n: n - 1, lambda n: 0, lambda n: 1 << (n - 1).bit_length(), lambda n: 1,
+        lambda n: 3 * n + 1, lambda n: _prime(n // 2 + 1), lambda n: 2 + _below(min(n, 15), g), lambda n: 2 * n,
     ]  # fmt: skip
     for change in changes:
         for old in sizes:
@@ -393,8 +393,7 @@ def broadcast(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Te
 def sized(like: Sequence[torch.Tensor], sizes: Mapping[int, int], seed: int) -> Tensors:
     """Draw inputs with other sizes, wherever an axis has one of these."""
     g = generator(seed)
-    shapes = [tuple(sizes.get(n, n) for n in x.shape) for x in like]
-    return [_fitted(x, shape, g) for x, shape in zip(like, shapes, strict=True)]
+    return [_fitted(x, tuple(sizes.get(n, n) for n in x.shape), g) for x in like]
 
 
 def rolled(t: torch.Tensor, places: int) -> torch.Tensor:
@@ -413,11 +412,6 @@ def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
     for axis in (0, -1):
         yield REPEATED, [_repeated(x, axis) if is_real(x) else x for x in fresh]
     yield "odd address", [_shifted(x, 1 + _below(15, g)) for x in fresh]
-
-
-def _power(n: int) -> int:
-    """Return the next power of two, a multiple of the sizes of blocks."""
-    return 1 << (n - 1).bit_length()
 
 
 def _prime(n: int) -> int:
@@ -442,14 +436,8 @@ def normal(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
 
 
 def _spread(x: torch.Tensor) -> torch.Tensor:
-    if not x.dim():
-        return x
-    wide = torch.zeros([*x.shape[:-1], 2 * x.shape[-1]], dtype=x.dtype)
-    wide[..., ::2] = x
-    return wide[..., ::2]
+    return torch.stack((x, torch.zeros_like(x)), -1).flatten(-2)[..., ::2] if x.dim() else x
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    longer = torch.zeros(x.numel() + by, dtype=x.dtype)
-    longer[by:] = x.reshape(-1)
-    return longer[by:].view(x.shape)
+    return torch.cat((x.new_zeros(by), x.reshape(-1)))[by:].view(x.shape)

@@ -18,7 +18,7 @@ from .docket import Docket
 from .errors import Raised
 from .messages import FORWARD
 from .process import Call, Process, Result
-from .results import ORDINARY, PARTS, integral, judged, real64, rms, unlike
+from .results import ORDINARY, PARTS, integral, judged, rms, unlike
 from .sides import Sides
 
 COARSE = 0.01, 0.1  # of a gradient at large inputs, where backwards lose digits: at least, and at most
@@ -219,7 +219,7 @@ class NumberChecks:
     def near(self, o: Result, y: Result, kind: str = "") -> list[numerics.KindResult]:
         """Compare results with the original's own, whose error counts twice."""
         known, longest = self.known * 1.125, self.sides.longest
-        return [judged(kind, real64(a), a, b, known, longest) for a, b in zip(o.tensors, y.tensors, strict=True)]
+        return [judged(kind, a, a, b, known, longest) for a, b in zip(o.tensors, y.tensors, strict=True)]
 
     def timed(self, kind: str, call: Call, o: Result, y: Result, state: dict[str, torch.Tensor]) -> None:
         """C3: a timed result is right. First by the original's own result, whose error counts twice."""

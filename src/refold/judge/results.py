@@ -67,11 +67,6 @@ def unlike(o: Result, y: Result) -> str:
     return ""
 
 
-def real64(t: torch.Tensor) -> torch.Tensor:
-    """Return real numbers in float64, others as they are."""
-    return t.double() if t.is_floating_point() else t
-
-
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Say whether two tensors hold the same bits."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))

@@ -67,19 +67,13 @@ def given(use: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     if use == "conjugate":
         return [t.detach().conj().resolve_conj().conj().requires_grad_(t.requires_grad) for t in leaves]
     if use in ("parts", "overlapping"):
-        size, kinds = sum(t.numel() + _APART for t in leaves), {(t.dtype, t.device) for t in leaves}
-        wholes = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind in kinds}
-        places = _places(leaves) if use == "parts" else range(len(leaves))
-        return [
-            _part(t, wholes[t.dtype, t.device], at) if use == "parts" or _real(t) else t
-            for t, at in zip(leaves, places, strict=True)
-        ]
+        ends, kinds = [*itertools.accumulate(t.numel() + _APART for t in leaves)], {(t.dtype, t.device) for t in leaves}
+        wholes = {kind: torch.zeros(ends[-1], dtype=kind[0], device=kind[1]) for kind in kinds}
+        if use == "parts":
+            places = [end - t.numel() for end, t in zip(ends, leaves, strict=True)]
+            return [_part(t, wholes[t.dtype, t.device], at) for t, at in zip(leaves, places, strict=True)]
+        return [_part(t, wholes[t.dtype, t.device], at) if _real(t) else t for at, t in enumerate(leaves)]
     return leaves
-
-
-def _places(leaves: list[torch.Tensor]) -> list[int]:
-    sizes = [t.numel() + _APART for t in leaves]
-    return [_APART + end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
 
 
 def _part(t: torch.Tensor, whole: torch.Tensor, at: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ def special_values(case: Case) -> None:
     sides, docket = case.sides, case.docket
     for name, values in inputs.specials(sides.drawn("normal", "specials"), docket.derived("at")):
         call = sides.call(values)
-        if name == inputs.MASKS and not _accepts(case, call):
+        if name == inputs.MASKS and not case.accepts(call.forward):
             continue
         try:
             _, o, y = case.answers(call, wide=False)
@@ -174,7 +174,7 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
 
     for other in sorted({n for x in sides.first for n in x.shape if n > 2} - {size}, reverse=True):
         short[other] = 2
-        if not _accepts(case, call(1)):
+        if not case.accepts(call(1)):
             del short[other]
     times, more, usual, rate = 0, 1, 0, 0.0
     while more >= 2 * times or not times:
@@ -202,15 +202,6 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
         pass
     finally:
         sides.longest = longest
-
-
-def _accepts(case: Case, call: Call) -> bool:
-    """Say whether the original accepts a call."""
-    try:
-        case.sides.witness.call(call.forward, case.docket.terms.timeout)
-    except Raised:
-        return False
-    return True
 
 
 def _like_none_before(case: Case) -> None:
