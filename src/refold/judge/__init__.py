@@ -127,7 +127,8 @@ def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[d
     """
     try:
         with nursery.program(original.text, "original.py", room=4096) as process:
-            process.load(original.attribute, terms.timeout)
+            process.timeout = terms.timeout
+            process.load(original.attribute)
             answer = process.ask("inputs", Drawn | None, timeout=terms.timeout, seed=0)
     except Misbehaved as error:
         raise TargetError(f"{original.name}: {error.reason}") from error

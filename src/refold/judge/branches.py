@@ -128,26 +128,22 @@ def marked(program: Program, name: str, given: int, train: bool, seed: int) -> B
     Raises:
         Misbehaved: It cannot be read here, by C7.
     """
+    last, attribute = len(program.text) if program.lines is None else program.lines, program.entry or program.attribute
+    rng = random.Random(seed)
     try:
-        return _marked(program, name, given, train, seed)
+        tree = ast.parse(program.text)
+        # What runs where this is the main program is no part of the candidate.
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and _MAIN in ast.unparse(node.test))]
+        own = reachable([node for node in tree.body if node.lineno <= last], attribute)
+        facts = Excuses(copy.deepcopy(ast.Module(own, [])), attribute, given, train)
+        room = 4 * _SPARE * (1 + sum(isinstance(node, (ast.expr, ast.stmt)) for node in ast.walk(tree)))
+        recorder = f"__refold_{rng.getrandbits(64):x}__"
+        marker = _Marker(facts, rng.sample(range(room), room // _SPARE), recorder)
+        tree.body = [marker.visit(node) if node in own else node for node in tree.body]
+        code = compile(ast.fix_missing_locations(tree), name, "exec", dont_inherit=True)
     except RecursionError as error:
         reason = "its expressions, or what they refer to, are nested too deeply to put marks into them"
         raise Misbehaved("C7", reason) from error
-
-
-def _marked(program: Program, name: str, given: int, train: bool, seed: int) -> Branches:
-    tree = ast.parse(program.text)
-    # What runs where this is the main program is no part of the candidate.
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and _MAIN in ast.unparse(node.test))]
-    last, attribute = len(program.text) if program.lines is None else program.lines, program.entry or program.attribute
-    own = reachable([node for node in tree.body if node.lineno <= last], attribute)
-    facts = Excuses(copy.deepcopy(ast.Module(own, [])), attribute, given, train)
-    rng = random.Random(seed)
-    room = 4 * _SPARE * (1 + sum(isinstance(node, (ast.expr, ast.stmt)) for node in ast.walk(tree)))
-    recorder = f"__refold_{rng.getrandbits(64):x}__"
-    marker = _Marker(facts, rng.sample(range(room), room // _SPARE), recorder)
-    tree.body = [marker.visit(node) if node in own else node for node in tree.body]
-    code = compile(ast.fix_missing_locations(tree), name, "exec", dont_inherit=True)
     unseen = sorted(marker.unseen + facts.opaque)
     return Branches(marshal.dumps(code), recorder, room, marker.sites, marker.mentions, unseen, facts.from_text)
 

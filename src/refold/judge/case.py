@@ -148,7 +148,7 @@ class Case:
     def accepts(self, call: Call) -> bool:
         """Say whether the original accepts a call."""
         try:
-            self.sides.witness.call(call, self.docket.terms.timeout)
+            self.sides.witness.call(call)
         except Raised:
             return False
         return True
@@ -158,7 +158,7 @@ class Case:
         sides = self.sides
         sides.settle_state()
         try:
-            o = sides.witness.call(call, self.docket.terms.timeout)
+            o = sides.witness.call(call)
         except Raised:
             return None
         try:
@@ -193,7 +193,7 @@ class Case:
 
         sides.settle_state()
         with sides.of_the_original():
-            plain = cast(sides.witness.call(replace(call, use=""), self.docket.terms.timeout))
+            plain = cast(sides.witness.call(replace(call, use="")))
         each = zip(plain.tensors, cast(y).tensors, strict=True)
         known = self.numbers.known
         if all(judged("", a.to(torch.promote_types(a.dtype, torch.float64)), a, b, known, sides.longest).passed
@@ -314,7 +314,7 @@ class Case:
 
     def unchanged(self, process: Process, kept: Result) -> None:
         """S7: a result that is kept does not change."""
-        now = process.again(kept, self.sides.most)
+        now = process.again(kept)
         own = [not alias or alias[0] == "output" for alias in kept.aliases]
         if any(mine and not identical(a, b) for mine, a, b in zip(own, kept.tensors, now, strict=True)):
             self.docket.step("S7", "a result that was kept changed with a later call")

@@ -163,7 +163,7 @@ class Excuses:
                 self.strings[child.value] += 1
                 self.from_text += [child.lineno] * (child.value == "__del__")
             elif isinstance(child, ast.Call):
-                owner_of, _, called = ast.unparse(child.func).rpartition(".")
+                owner_of, _, called = _callee(child).rpartition(".")
                 if (owner_of, called) in _READERS and isinstance(child.args[0], ast.Constant):
                     self._variables[str(child.args[0].value)] += 1
                 self._calls.setdefault(called, []).append((child, function, owner))
@@ -221,8 +221,8 @@ class Excuses:
         last = body[-1] if body else None
         if not isinstance(last, ast.Raise) or last.exc is None:
             return False
-        kind = ast.unparse(last.exc.func if isinstance(last.exc, ast.Call) else last.exc)
-        called = {ast.unparse(n.func).rpartition(".")[2] for s in body for n in ast.walk(s) if isinstance(n, ast.Call)}
+        kind = _callee(last.exc)
+        called = {_callee(n).rpartition(".")[2] for s in body for n in ast.walk(s) if isinstance(n, ast.Call)}
         return self.ends(kind) and called <= {kind} | _ASKS | _SAYS and not (called & _SAYS) & self._defined
 
     def tells(self, body: list[ast.stmt]) -> bool:
@@ -233,17 +233,14 @@ class Excuses:
         inner = [n for statement in body for n in ast.walk(statement)]
         calls = [n for n in inner if isinstance(n, ast.Call)]
         own = {id(s.value) for s in body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)}
-        said = all(ast.unparse(c.func) in ("print", "warnings.warn") for c in calls if id(c) in own)
-        asked = all(ast.unparse(c.func).rpartition(".")[2] in _ASKS for c in calls if id(c) not in own)
+        said = all(_callee(c) in ("print", "warnings.warn") for c in calls if id(c) in own)
+        asked = all(_callee(c).rpartition(".")[2] in _ASKS for c in calls if id(c) not in own)
         return len(own) == len(body) and said and asked and not any(isinstance(n, ast.NamedExpr) for n in inner)
 
     def is_kernel(self, function: Function) -> bool:
         """Say whether a function is compiled to something else than Python."""
-        said = [ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list]
-        return any(
-            _KERNELS.fullmatch(name) and self._imported.get(name.split(".")[0], "").split(".")[0] in ("triton", "numba")
-            for name in said
-        )
+        said = map(_callee, function.decorator_list)
+        return any(_KERNELS.fullmatch(name) and self._package(name) in ("triton", "numba") for name in said)
 
     def uncalled(self, function: Function, owner: Class) -> str:
         """Say why a function need not run; empty if it must."""
@@ -330,7 +327,7 @@ class Excuses:
         for call, where, within in calls or ():
             if any(isinstance(arg, ast.Starred) for arg in call.args) or any(k.arg is None for k in call.keywords):
                 return None
-            bound = owner is None or applied or re.match(r"(self|super\(\))\.\w+$", ast.unparse(call.func))
+            bound = owner is None or applied or re.match(r"(self|super\(\))\.\w+$", _callee(call))
             given = [*call.args[at : at + 2 - bool(bound)], *(k.value for k in call.keywords if k.arg == name)]
             found += [(each, where, within) for each in given] or [(None, None, None)]  # or with self as one
         return None if calls is None else found
@@ -338,15 +335,15 @@ class Excuses:
     def _calls_of(self, function: Function, owner: Class) -> list[Call] | None:
         """List the calls that may be of a function; None if others may be."""
         if owner is not None and self._is_applied(function, owner):
-            calls = [c for c in self._calls.get("apply", []) if ast.unparse(c[0].func) == f"{owner.name}.apply"]
+            calls = [c for c in self._calls.get("apply", []) if _callee(c[0]) == f"{owner.name}.apply"]
             return calls if len(calls) == self.names[owner.name] else None
         calls = self._calls.get(function.name, [])
         if len(calls) != self.names[function.name] or function.name in self.strings:
             return None
         if function.name == "forward":  # then any module may be this one
             every = [call for some in self._calls.values() for call in some]
-            called = [c for c in every if re.match(r"self\.|\w+$", ast.unparse(c[0].func))]
-            calls = calls + [c for c in called if not getattr(builtins, ast.unparse(c[0].func), None)]
+            called = [c for c in every if re.match(r"self\.|\w+$", _callee(c[0]))]
+            calls = calls + [c for c in called if not getattr(builtins, _callee(c[0]), None)]
         return calls
 
     def _is_applied(self, function: Function, owner: Class) -> bool:
@@ -356,9 +353,13 @@ class Excuses:
 
     def _is_transparent(self, decorator: ast.expr) -> bool:
         """Say whether a decorator passes on the arguments of a call as they are."""
-        name = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-        module = self._imported.get(name.split(".")[0], "").split(".")[0]
+        name = _callee(decorator)
+        module = self._package(name)
         return module == "torch" or (module == "functools" and name.split(".")[-1] in ("cache", "lru_cache"))
+
+    def _package(self, name: str) -> str:
+        """Name the package from which the first part of a name is imported; empty if something else may set it."""
+        return self._imported.get(name.split(".")[0], "").split(".")[0]
 
     @_once({})
     def _meant(self, node: ast.expr, function: Function, owner: Class) -> dict[Any, tuple[Any, Function, Class]]:
@@ -404,8 +405,7 @@ class Excuses:
             made = owner is not None and function.name == "__init__" and node.id != next(iter(given)) and constant
             return made and self._made_once(owner)  # type: ignore[arg-type]
         if isinstance(node, ast.Call):
-            each = (*node.args, *(k.value for k in node.keywords))
-            return self._is_record(ast.unparse(node.func)) and all(self._fixed(a, function, owner) for a in each)
+            return self._is_record(_callee(node)) and all(self._fixed(a, function, owner) for a in _given(node))
         if not isinstance(node, ast.Compare):
             return False
         said, left = ast.unparse(node), node.left
@@ -440,12 +440,11 @@ class Excuses:
     def _is_record(self, name: str) -> bool:
         """Say whether a class of this file, a NamedTuple or a dataclass, has fields alone, which nothing sets."""
         cls = self._classes.get(name, ast.ClassDef("", [], [], [], []))
-        kind = [ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in [*cls.bases, *cls.decorator_list]]
+        kind = [_callee(d) for d in [*cls.bases, *cls.decorator_list]]
         known = len(kind) == 1 and kind[0].split(".")[-1] == ("NamedTuple" if cls.bases else "dataclass")
-        made = [call for call, *_ in self._calls.get("__init__", ()) if ast.unparse(call.func).startswith("super(")]
-        known &= self._imported.get(kind[0].split(".")[0]) in ("typing", "dataclasses") if kind else False
+        made = [call for call, *_ in self._calls.get("__init__", ()) if _callee(call).startswith("super(")]
         known &= self._bound[name] == 1 and not cls.keywords and self.names["__init__"] == len(made)
-        return known and all(
+        return known and self._package(kind[0]) in ("typing", "dataclasses") and all(
             isinstance(n, ast.AnnAssign) and not self._changed(ast.unparse(n.target))
             and (n.value is None or self._fixed(n.value, None, None))
             for n in cls.body[ast.get_docstring(cls) is not None :]
@@ -464,15 +463,13 @@ class Excuses:
         if isinstance(node, ast.IfExp):
             arms = (self._is_or_is_none(arm, function, owner) for arm in (node.body, node.orelse))
             return self._fixed(node.test, function, owner) and all(arms)
-        return self._makes(node) or self._fixed(node, function, owner)
-
-    def _makes(self, node: ast.expr) -> bool:
-        """Say whether a class is called, of this file or of a package, by the name that it has there."""
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).rpartition(".")[2][:1].isupper():
-            return False
-        first = ast.unparse(node.func).split(".")[0]
-        own = first in self._classes and self._bound[first] == 1 and not {"__new__", "metaclass"} & self._defined
-        return own or bool(self._imported.get(first))
+        name = _callee(node)
+        if isinstance(node, ast.Call) and name.rpartition(".")[2][:1].isupper():  # a class makes no None
+            first = name.split(".")[0]
+            own = first in self._classes and self._bound[first] == 1 and not {"__new__", "metaclass"} & self._defined
+            if own or self._package(first):
+                return True
+        return self._fixed(node, function, owner)
 
     def _made_once(self, owner: ast.ClassDef) -> bool:
         """Say whether modules of a class are made where the judged one is, from fixed arguments."""
@@ -481,7 +478,7 @@ class Excuses:
             return False
         return not calls if owner.name == self.attribute else bool(calls) and all(
             cls is not None and (cls.name, cls.lineno) != here and where is not None and where.name == "__init__"
-            and all(self._fixed(a, where, cls) for a in (*call.args, *(k.value for k in call.keywords)))
+            and all(self._fixed(a, where, cls) for a in _given(call))
             for call, where, cls in calls
         )  # fmt: skip
 
@@ -505,11 +502,11 @@ def _guards(tree: ast.Module) -> set[str]:
     found: Counter[str] = Counter()
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and len(call.args) >= 2:
-            test, other = call.args[0], call.args[2] if call.func.attr == "where" and len(call.args) == 3 else None
-            if call.func.attr in ("masked_fill", "masked_fill_"):
-                other = call.func.value
-            if other is not None and ast.unparse(test) in [f"{ast.unparse(other)} == {zero}" for zero in ("0", "0.0")]:
-                found[ast.unparse(test)] += 1
+            filled, where = call.func.attr in ("masked_fill", "masked_fill_"), call.func.attr == "where"
+            other = call.func.value if filled else call.args[2] if where and len(call.args) == 3 else None
+            test = ast.unparse(call.args[0])
+            if other is not None and test in [f"{ast.unparse(other)} == {zero}" for zero in ("0", "0.0")]:
+                found[test] += 1
     return {text for text, count in found.items() if count == every[text]}
 
 
@@ -538,7 +535,7 @@ def _looks_up(tree: ast.AST) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) != "self.__dict__":
             found += (node.id if isinstance(node, ast.Name) else node.attr) in _LOOKUPS
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr") and len(node.args) > 1:
+        if isinstance(node, ast.Call) and _callee(node) in ("getattr", "setattr") and len(node.args) > 1:
             found -= isinstance(node.args[1], ast.Constant)
     return found > 0
 
@@ -563,6 +560,15 @@ def _arguments(function: Function) -> dict[str, tuple[int, ast.expr | None]]:
     defaults: list[Any] = [*[None] * (len(first) - len(a.defaults)), *a.defaults, *a.kw_defaults]
     found = {p.arg: (at, d) for p, at, d in zip((*first, *last), places, defaults, strict=True)}
     return found | {p.arg: (-1, None) for p in (a.vararg, a.kwarg) if p is not None}
+
+
+def _callee(node: ast.expr) -> str:
+    """Name what is called by a call; of anything else, as of a decorator without arguments, the thing itself."""
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+def _given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(k.value for k in call.keywords)]
 
 
 def _placed(made: ast.expr, where: ast.expr) -> ast.expr:

@@ -64,7 +64,7 @@ def _sorted(axis: int, *, descending: bool = False) -> Kind:
 
 def _repeated(x: torch.Tensor, axis: int) -> torch.Tensor:
     """Repeat the first numbers along an axis, if there is such a one."""
-    return x.narrow(axis, 0, 1).expand(x.shape) if x.numel() and x.dim() > max(axis, ~axis) else x
+    return x.narrow(axis, 0, 1).expand(x.shape) if x.numel() and -x.dim() <= axis < x.dim() else x
 
 
 def _apart(axis: int) -> Kind:
@@ -217,16 +217,12 @@ def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     return [x * (1 + 0.01 * torch.randn(x.shape, generator=g)).to(x.dtype) if is_real(x) else x for x in like]
 
 
-def _edited(edit: Callable[[torch.Tensor, torch.Generator], torch.Tensor | None]) -> Change:
-    """Make an editor of copies of floating-point tensors that have elements, in place or by giving another."""
+def _edited(edit: Kind) -> Change:
+    """Make an editor of floating-point tensors that have elements, of which it gets copies."""
 
     def change(like: Sequence[torch.Tensor], seed: int) -> Tensors:
-        g, out = generator(seed), []
-        for x in like:
-            copy = x.clone() if x.is_floating_point() and x.numel() else None
-            other = None if copy is None else edit(copy, g)
-            out.append(x if copy is None else copy if other is None else other)
-        return out
+        g = generator(seed)
+        return [edit(x.clone(), g) if x.is_floating_point() and x.numel() else x for x in like]
 
     return change
 
@@ -234,18 +230,20 @@ def _edited(edit: Callable[[torch.Tensor, torch.Generator], torch.Tensor | None]
 def _one_element(by: float, at: int | None = None) -> Change:
     """Change one element, at a random place or at this one, by so many times the spread of all."""
 
-    def edit(x: torch.Tensor, g: torch.Generator) -> None:
+    def edit(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
         spread = float(x.double().std()) if x.numel() > 1 else 1.0
         x.view(-1)[_below(x.numel(), g) if at is None else at] += by * spread or by
+        return x
 
     return _edited(edit)
 
 
-def _swap_two(x: torch.Tensor, g: torch.Generator) -> None:
+def _swap_two(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     """Swap two elements, which no sum and no norm of all of them sees."""
     if x.numel() > 1:
         places = torch.randperm(x.numel(), generator=g)[:2]
         x.view(-1)[places] = x.view(-1)[places.flip(0)]
+    return x
 
 
 def _move(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
@@ -336,9 +334,8 @@ def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Ten
         masks = [_other_mask(x, axis, g) for x in like]
         if not all(map(operator.is_, like, masks)):
             yield MASKS, masks
-    for value in (False, True):
-        if any(x.dtype == torch.bool for x in like):
-            yield MASKS, [torch.full_like(x, value) if x.dtype == torch.bool else x for x in like]
+    for value in (False, True) if any(x.dtype == torch.bool for x in like) else ():
+        yield MASKS, [torch.full_like(x, value) if x.dtype == torch.bool else x for x in like]
 
 
 def _other_mask(x: torch.Tensor, axis: int | None, g: torch.Generator) -> torch.Tensor:

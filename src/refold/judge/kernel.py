@@ -118,13 +118,6 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def parents(pid: int) -> list[int]:
-    """Return the process that started one; nothing if it has ended."""
-    with contextlib.suppress(OSError):
-        return [int(stat(pid)[1])]
-    return []
-
-
 def forks() -> int:
     """Count the processes and threads that this machine has started so far."""
     return next((int(line.split()[1]) for line in read("stat").splitlines() if line.startswith("processes")), 0)

@@ -177,7 +177,7 @@ class NumberChecks:
             with contextlib.suppress(Raised):
                 if sides.stateful and sides.shares_state:
                     sides.give(sides.witness, sides.given, sides.dtype)
-                moved.append(sides.witness.call(other, self.docket.terms.timeout))
+                moved.append(sides.witness.call(other))
         out = []
         for index, one in enumerate(found):
             others = [m.tensors[index] for m in moved if len(m.tensors) == len(o.tensors)]
@@ -194,7 +194,7 @@ class NumberChecks:
 
         def run(process: Process, dtype: torch.dtype) -> numerics.Function:
             wide = partial(sides.wide, dtype=dtype)
-            return lambda *xs: process.call(wide(replace(call, tensors=list(xs))), self.docket.terms.timeout).tensors
+            return lambda *xs: process.call(wide(replace(call, tensors=list(xs)))).tensors
 
         narrowed, reference = run(sides.narrow, torch.float32), run(sides.reference, torch.float64)
         with sides.of_the_original():
@@ -208,7 +208,7 @@ class NumberChecks:
             return
         rounded = [t.to(lower).to(t.dtype) if t.is_floating_point() else t for t in call.tensors]
         with sides.of_the_original():
-            worse = sides.reference.call(sides.wide(replace(call, tensors=rounded)), self.docket.terms.timeout)
+            worse = sides.reference.call(sides.wide(replace(call, tensors=rounded)))
         known = self._estimate(call, len(o.tensors))
         each = zip(r.tensors, o.tensors, worse.tensors, known, strict=True)
         valid = not all(judged("normal", a, b, c.to(b.dtype), d, sides.longest).passed for a, b, c, d in each)
@@ -231,7 +231,7 @@ class NumberChecks:
                 sides.give(sides.reference, state, torch.float64)
                 sides.give(sides.witness, state, sides.dtype)
             with sides.of_the_original():
-                r = sides.reference.call(sides.wide(call), self.docket.terms.timeout)
+                r = sides.reference.call(sides.wide(call))
             self.compare(kind, "C3", call, r, o, y)
             if sides.shares_state:
                 sides.give(sides.reference, sides.state, torch.float64)

@@ -27,6 +27,8 @@ from .shared import Shared
 
 _ROOT = Path(__file__).parents[2]
 _HEADERS = "precompiled_headers"
+# Of a process; one without a GPU, for which CUDA reserves memory by the terabyte, has one of memory, too.
+_LIMITS = {"CORE": 0, "CPU": 1800, "FSIZE": 2 << 30, "NOFILE": 4096, "NPROC": 1024}
 _REMOVED_S = 60.0  # in which a folder must be removed, however deep it is
 
 
@@ -119,7 +121,7 @@ class Nursery:
             "folder": str(folder),  # the only one that it may write to
             "readable": [*_packages(), *path, torch.__path__[0], str(_ROOT), *_headers()],  # beside the system
             "path": [str(_ROOT), *path],  # from which it may import, beside Python's
-            "limits": _limits(self.device, shared.room),
+            "limits": _LIMITS | ({"DATA": 32 * shared.room + (4 << 30)} if self.device == "cpu" else {}),
             "device": self.device,
             "sandboxed": self.sandboxed,
             "threads": self.threads,
@@ -169,13 +171,6 @@ def _packages() -> list[str]:
     """List the folders of installed packages; other folders of sys.path may hold anything."""
     installed = [*site.getsitepackages(), site.getusersitepackages()]
     return [path for path in sys.path if path in installed or Path(path).name in ("site-packages", "dist-packages")]
-
-
-def _limits(device: str, room: int) -> dict[str, int]:
-    limits = {"CORE": 0, "CPU": 1800, "FSIZE": 2 << 30, "NOFILE": 4096, "NPROC": 1024}
-    if device == "cpu":  # CUDA reserves memory by the terabyte
-        limits["DATA"] = 32 * room + (4 << 30)
-    return limits
 
 
 def _headers() -> list[str]:

@@ -132,6 +132,8 @@ class Process:
         unseen: What its part of refold cannot see with this PyTorch.
         lenient: Rules that are not to be enforced here, so that tests can show that they are needed.
         names: What the original calls its parameters and buffers, by its own names; empty of those it has not.
+        timeout: Seconds after which loading or a call is given up; more if other programs want the same cores.
+        most: The most bytes that results of a call may span together.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class Process:
         self.unseen: list[str] = []
         self.lenient: frozenset[str] = frozenset()
         self.names: dict[str, str] = {}
+        self.timeout, self.most = 60.0, 1 << 40
         self._used = 0.0, 0.0
         self._recent: deque[list[tuple[int, int]]] = deque(maxlen=_HELD)  # where results of the last calls lie
         self._resting: dict[str, tuple[int, int]] = {}  # how long each thread had run when all slept after a call
@@ -153,17 +156,20 @@ class Process:
     def greet(self) -> None:
         """Wait until the process is there, and learn what confines it; it has loaded no program yet."""
         self.pid = self.channel.answer(_COMMAND_S, int)
-        self.family = {self.pid, *kernel.parents(self.pid)}
+        self.family = {self.pid}
+        with contextlib.suppress(OSError):  # it has ended
+            self.family.add(int(kernel.stat(self.pid)[1]))  # who started it
         hello = self.channel.answer(_COMMAND_S, messages.Confined)
         self.active, self.unseen = hello.active, hello.off
 
     # Commands.
 
-    def load(self, attribute: str, timeout: float, branches: Branches | None = None) -> float:
+    def load(self, attribute: str, branches: Branches | None = None) -> float:
         """Import the program, with marks in it if there are any; return the seconds it took."""
         marks = {} if branches is None else {name: getattr(branches, name) for name in ("code", "recorder", "room")}
         start = time.perf_counter()
-        found = self.ask("load", bool, timeout=timeout, text=self._text, name=self._name, attribute=attribute, **marks)
+        what = {"text": self._text, "name": self._name, "attribute": attribute}
+        found = self.ask("load", bool, timeout=self.timeout, **what, **marks)
         if not found:
             raise Misbehaved("P4", f"{self._name} does not define {attribute}")
         return time.perf_counter() - start
@@ -181,7 +187,7 @@ class Process:
         self._state = {self.names.get(name) or name: m for name, m in state.items()}
         return {name: m for name, m in self._state.items() if self.names.get(name) != ""}
 
-    def adopt(self, state: dict[str, torch.Tensor], way: str, timeout: float) -> list[str]:
+    def adopt(self, state: dict[str, torch.Tensor], way: str) -> list[str]:
         """Give it parameters and buffers; return those that it shares with what it is a copy of."""
         shared: list[str] = []
         own = {name: one for one, name in self.names.items()}
@@ -189,13 +195,13 @@ class Process:
             places = self.shared.wrap(list(batch.values()))
             self.shared.fill(places, list(batch.values()), 0xFF)
             placed = dict(zip(batch, places, strict=True))
-            shared = self.ask("adopt", list[str], timeout=timeout, places=placed, way=way)
+            shared = self.ask("adopt", list[str], timeout=self.timeout, places=placed, way=way)
         return shared
 
-    def terms(self, call: Call, timeout: float) -> tuple[int, int]:
+    def terms(self, call: Call) -> tuple[int, int]:
         """Run a call, and return the terms of its longest sum and how often it squares unseen, as the process says."""
         self._fill(call, self._prepare(call, hold=False))
-        longest, squares = self.ask("terms", list[int], timeout=timeout)
+        longest, squares = self.ask("terms", list[int], timeout=self.timeout)
         return longest, squares
 
     def ask(self, command: str, kind: Any = None, *, timeout: float = _COMMAND_S, **values: Any) -> Any:
@@ -212,13 +218,11 @@ class Process:
 
     # Calls.
 
-    def call(self, call: Call, timeout: float = 60.0, *, most: int = 1 << 40, hold: bool = True) -> Result:
+    def call(self, call: Call, *, hold: bool = True) -> Result:
         """Run a call and return its results.
 
         Args:
             call: What to call the program with.
-            timeout: Seconds after which it is given up; more if other programs want the same cores.
-            most: The most bytes that results may span together.
             hold: Whether earlier results are kept alive.
 
         Raises:
@@ -233,7 +237,7 @@ class Process:
         before, queued = self.processor_time(), self.queue_time()
         start = time.perf_counter()
         self.channel.send(b"")
-        frame = self.channel.frame(timeout)
+        frame = self.channel.frame(self.timeout)
         while "U4" in self.lenient and kernel.threads(self.pid) - threads:
             time.sleep(1e-3)
         # What runs on after the answer is stopped before the clock is.
@@ -245,7 +249,7 @@ class Process:
             stopped = self.processor_time()[0]
             answer = read(frame, messages.Returned)
             beside = self.lingering()
-            tensors = self.tensors(answer.tensors, most)
+            tensors = self.tensors(answer.tensors, self.most)
             resumed = self.processor_time()[0] - stopped > _RESUMED_S
         used, self._used = self._used, after
         self._forbid("S6", beside, "a process that it started ran on after its call had returned")
@@ -296,11 +300,11 @@ class Process:
     def _fill(self, call: Call, places: Sequence[Place]) -> None:
         self.shared.fill(places, call.values, call.perturb or 0xFF)
 
-    def again(self, result: Result, most: int = 1 << 40) -> list[torch.Tensor]:
+    def again(self, result: Result) -> list[torch.Tensor]:
         """Read the results of an earlier call once more."""
         if self._home.device != "cpu":
             self.ask("refetch")
-        return self.tensors(result.metadata, most)
+        return self.tensors(result.metadata, self.most)
 
     # Its memory.
 

@@ -37,7 +37,8 @@ COMPILE_S = 40.0  # what torch.compile may take for the original
 def faster(case: Case) -> None:
     """T7: faster beyond noise, each timed call on new content and each timed result verified."""
     if case.docket.terms.accept == "faster":
-        Race(case).run()
+        with contextlib.ExitStack() as stack:
+            Race(case).run(stack)
 
 
 class Race:
@@ -57,12 +58,6 @@ class Race:
         self._modes, self._looked, self._calls = "", False, 0
         self._births: int | None = None
 
-    def run(self) -> None:
-        """Find the faster of the two originals, and time the candidate against it."""
-        with contextlib.ExitStack() as stack:
-            base, name = self._rival(stack)
-            self._decide(base, name)
-
     def _rival(self, stack: contextlib.ExitStack) -> tuple[Process, str]:
         """Return the faster of the original and the original compiled, each in a process without the candidate."""
         sides, terms = self.sides, self.docket.terms
@@ -72,16 +67,18 @@ class Race:
         try:
             nursery = sides.nursery.other(compiler="triton" not in sides.original.text)
             process = stack.enter_context(sides.ready(sides.original, compiled=True, nursery=nursery))
-            process.call(call, COMPILE_S)
-            self._compiled = process
-            times = [min(each.call(call, terms.timeout).seconds for _ in range(3)) for each in (sides.witness, process)]
+            process.timeout = COMPILE_S
+            process.call(call)
+            process.timeout, self._compiled = terms.timeout, process
+            times = [min(each.call(call).seconds for _ in range(3)) for each in (sides.witness, process)]
         except Misbehaved as error:
             self.docket.note(f"torch.compile of the original was not timed: {error.reason[:120]}")
             return sides.witness, "eager"
         return (process, "torch.compile") if times[1] < times[0] else (sides.witness, "eager")
 
-    def _decide(self, base: Process, against: str) -> None:
-        sides = self.sides
+    def run(self, stack: contextlib.ExitStack) -> None:
+        """Find the faster of the two originals, and time the candidate against it."""
+        sides, (base, against) = self.sides, self._rival(stack)
         race = {**self.race(base, sides.suspect, "race"), "against": against}
         self.docket.verdict.timing = race
         if self.docket.level.confirmations and race["faster"]:
@@ -249,7 +246,7 @@ class Race:
         found: dict[Process, Result] = {}
         for process in (candidate, base) if swapped else (base, candidate):
             with self.sides.of_the_original() if process is base else contextlib.nullcontext():
-                found[process] = process.call(call, self.docket.terms.timeout, most=self.sides.most)
+                found[process] = process.call(call)
         o, y = found[base], found[candidate]
         if base is not self._compiled:
             self.case.metadata(o, y)

@@ -126,21 +126,21 @@ class Sides:
                 "without one"
             )
         with self.of_the_original():
-            self._giver.load(self.original.attribute, terms.timeout)
+            self._giver.load(self.original.attribute)
             self._arguments = self._giver.ask("arguments", str)
             described = self.build(self._giver, self.original, terms.dtype)
         sizes = [math.prod(m.shape) * 8 for m in described.state.values()]
         self.tree, self.first = self._own_inputs(0)
         room = 6 * sum(t.numel() * 8 + 4 * GUARD for t in self.first) + 2 * max(sizes, default=0) + 8 * ROWS
         self.suspect = self.start(self.candidate, room)
-        seconds = self.suspect.load(self.candidate.attribute, terms.timeout)
+        seconds = self.suspect.load(self.candidate.attribute)
         docket.step("P3", load_s=round(seconds, 3))
         docket.draw_secret()  # only now are there secrets
         self.witness, self.reference = self.start(self.original, room), self.start(self.original, 2 * room)
         self.narrow = self.start(self.original, room) if terms.dtype == "float64" else None
         with self.of_the_original():
             for process in filter(None, (self.witness, self.reference, self.narrow)):
-                process.load(self.original.attribute, terms.timeout)
+                process.load(self.original.attribute)
             theirs, made = self._timed_build(self.witness, self.original)
             self.build(self.reference, self.original, "float64")
             if self.narrow:
@@ -178,9 +178,13 @@ class Sides:
             if m.requires_grad and self._first[name] == name:
                 self._differentiated.append(name)
         self.adopt(self.state, suspect=self.shares_state)
+        self._order()
+
+    def _order(self) -> None:
+        """Let the candidate give gradients of parameters in the original's order."""
         if self.shares_state:
-            order = {name: own for own, name in names.items()}
-            self.suspect.ask("order", names=[order[name] for name in other])
+            own = {name: one for one, name in self.suspect.names.items()}
+            self.suspect.ask("order", names=[own[name] for name in self.state])
 
     def _compare_start(self, ours: Inspected, ordered: bool) -> None:
         """Note what training from the start would find: other initial values, another order for an optimizer."""
@@ -235,9 +239,9 @@ class Sides:
         name = "candidate.py" if program is self.candidate else "original.py"
         room = room or self.suspect.shared.room
         with (nursery or self.nursery).program(program.text, name, room=room, beside=beside) as process:
-            process.channel.until = self.docket.until
+            process.channel.until, process.timeout = self.docket.until, self.docket.terms.timeout
             if program is self.candidate:
-                process.lenient = self.docket.off
+                process.lenient, process.most = self.docket.off, self.most
             yield process
 
     @contextlib.contextmanager
@@ -246,7 +250,7 @@ class Sides:
     ) -> Iterator[Process]:
         """Make a program, maybe with marks, in a process of its own, which ends on the way out."""
         with self.fresh(program, **options) as process:
-            process.load(program.attribute, self.docket.terms.timeout, branches)
+            process.load(program.attribute, branches)
             self.build(process, program, self.docket.terms.dtype, compiled=compiled)
             yield process
 
@@ -258,9 +262,7 @@ class Sides:
             process.names = suspect.names
             self.suspect, self.cover = process, Cover(branches, process)
             try:
-                if self.shares_state:
-                    own = {name: one for one, name in suspect.names.items()}
-                    process.ask("order", names=[own[name] for name in self.state])
+                self._order()
                 self.adopt(self.state, suspect=self.shares_state)
                 yield self.cover
             finally:
@@ -280,7 +282,7 @@ class Sides:
         terms, seed = self.docket.terms, self.docket.derived("build")
         how = {"seed": seed, "dtype": dtype, "device": terms.device, "train": terms.train, "compiled": compiled}
         made = {"attribute": program.attribute, "arguments": self._arguments}
-        process.ask("build", timeout=terms.timeout, **made, **how)
+        process.ask("build", timeout=process.timeout, **made, **how)
         return process.inspect()
 
     def _timed_build(self, process: Process, program: Program) -> tuple[Inspected, float]:
@@ -298,7 +300,7 @@ class Sides:
             values = inputs.jittered(self._inputs, seed) if seed else list(self._inputs)
         else:
             with self.of_the_original():
-                drawn = self._giver.ask("inputs", Drawn | None, timeout=self.docket.terms.timeout, seed=seed)
+                drawn = self._giver.ask("inputs", Drawn | None, timeout=self._giver.timeout, seed=seed)
                 if drawn is None:
                     raise Unjudgeable(f"{self.original.name} does not define get_inputs(), and no inputs are given")
                 tree, values = drawn.tree, self._giver.tensors(drawn.tensors, 1 << 40)
@@ -342,11 +344,9 @@ class Sides:
 
     def originals(self, call: Call, *, wide: bool = True) -> tuple[Result, Result]:
         """Call the original, and the original in float64, if that says what is right and is wanted."""
-        timeout = self.docket.terms.timeout
-        ask = partial(self.witness.call, call, timeout)
         if self.random or not wide:
-            return (o := ask()), o
-        return together(ask, partial(self.reference.call, self.wide(call), timeout))
+            return (o := self.witness.call(call)), o
+        return together(partial(self.witness.call, call), partial(self.reference.call, self.wide(call)))
 
     @property
     def not_given(self) -> list[str]:
@@ -357,7 +357,7 @@ class Sides:
         """Call the candidate."""
         if self.cover is not None:
             self.cover.asked()
-        return self.suspect.call(call, self.docket.terms.timeout, most=self.most)
+        return self.suspect.call(call)
 
     def gradients(self, call: Call) -> list[str]:
         """Name what gradients are asked for, in the order of the results."""
@@ -394,7 +394,7 @@ class Sides:
         """Give one process parameters and buffers."""
         own = {name: state[self._first[name]] for name in state}
         values = {n: t.to(dtype) if t.is_floating_point() else t for n, t in own.items()}
-        return process.adopt(values, way, self.docket.terms.timeout)
+        return process.adopt(values, way)
 
     def settle_state(self) -> None:
         """Undo what earlier calls have done to buffers."""

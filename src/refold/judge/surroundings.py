@@ -141,11 +141,8 @@ class Surroundings:
         """Return settings that are others than before, with their values now."""
         return {n: v for n, v in self._found().items() if n in self._settings and self._settings[n] != v}
 
-    def replaced(self) -> list[str]:
+    def replaced(self) -> Iterator[str]:
         """Name functions, classes, modules and numbers that are others than before, and methods that hide others."""
-        return sorted(self._replaced())
-
-    def _replaced(self) -> Iterator[str]:
         known = self._before
         for owner, held in known.owners:
             now = vars(owner)

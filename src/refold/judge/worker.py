@@ -420,7 +420,7 @@ class Stub:
             state=self.do_state(),
             modes="" if self._module is None else str(_of_modules(self._module)),
             settings=settings,
-            patched=self._surroundings.replaced() if functions else [],
+            patched=sorted(self._surroundings.replaced()) if functions else [],
             random=surroundings.random_state(),
             names=_names(self._program if self._module is None else self._module.forward),
         )

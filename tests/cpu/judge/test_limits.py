@@ -72,7 +72,7 @@ def test_an_error_of_the_judge_is_a_verdict(nursery, monkeypatch):
 )
 def test_folders_and_names_that_were_made_to_stumble_over(code, nursery):
     with nursery.program(code + "ModelNew = None", "candidate.py", room=4096) as process:
-        process.load("ModelNew", 20.0)
+        process.load("ModelNew")
         assert process.held() > 1 << 20
         folder = process.folder
     assert not folder.exists()
@@ -107,7 +107,7 @@ def test_files_of_users_and_of_the_machine_are_not_read(path, nursery):
         nursery.program(code, "candidate.py", room=4096) as process,
         pytest.raises(Misbehaved, match=r"PermissionError|FileNotFoundError"),
     ):
-        process.load("ModelNew", 20.0)
+        process.load("ModelNew")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ ATTEMPTS = {
 
 def _try(nursery, code):
     with nursery.program(f"{code}\nModelNew = None\n", "candidate.py", room=4096) as worker:
-        worker.load("ModelNew", 30.0)
+        worker.load("ModelNew")
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
@@ -145,7 +145,7 @@ def test_the_environment_is_not_passed_on(monkeypatch):
 def test_what_a_candidate_started_ends_with_it(confined):
     code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nModelNew = None"
     with confined.program(code, "candidate.py", room=4096) as worker:
-        worker.load("ModelNew", 30.0)
+        worker.load("ModelNew")
         left = worker.lingering()
         assert len(left) == 1
     deadline = time.monotonic() + 10

@@ -209,7 +209,7 @@ def test_what_runs_on_when_it_has_been_stopped_is_refused(nursery, monkeypatch):
         return read(self, *args)
 
     with nursery.program(code, "candidate.py", room=1 << 16) as worker:
-        worker.load("ModelNew", 20.0)
+        worker.load("ModelNew")
         nothing = base64.b64encode(pickle.dumps([])).decode()
         how = {"dtype": "float32", "device": "cpu", "train": False, "compiled": False}
         worker.ask("build", attribute="ModelNew", arguments=nothing, seed=0, **how)
@@ -236,14 +236,17 @@ def test_an_answer_may_take_longer_where_others_want_the_same_cores(nursery, mon
     asleep = "import time\ntime.sleep(1.5)\nModelNew = None"
     monkeypatch.setattr(channel, "crowding", lambda: 1.0)
     with nursery.program(asleep, "candidate.py", room=4096) as worker:
+        worker.timeout = 0.2
         with pytest.raises(Misbehaved, match="did not answer") as error:
-            worker.load("ModelNew", 0.2)
+            worker.load("ModelNew")
         assert error.value.check == "P3"
     monkeypatch.setattr(channel, "crowding", lambda: 1e9)  # no more than _CROWDED times
-    with nursery.program(asleep, "candidate.py", room=4096) as other, pytest.raises(Misbehaved):
-        other.load("ModelNew", 0.05)
+    with nursery.program(asleep, "candidate.py", room=4096) as other:
+        other.timeout = 0.05
+        with pytest.raises(Misbehaved):
+            other.load("ModelNew")
     with nursery.program(asleep, "candidate.py", room=4096) as worker:
-        assert worker.load("ModelNew", 20.0) >= 1.5
+        assert worker.load("ModelNew") >= 1.5
 
 
 def test_two_functions(nursery):
@@ -367,19 +370,19 @@ def test_a_bar_of_progress_has_no_thread(nursery):
     pytest.importorskip("tqdm")
     code = "import threading, tqdm\nlist(tqdm.tqdm(range(2)))\nassert threading.active_count() == 1\nModelNew = None"
     with nursery.program(code, "candidate.py", room=4096) as worker:
-        worker.load("ModelNew", 60.0)
+        worker.load("ModelNew")
 
 
 def test_two_processes_of_one_program_have_one_folder(nursery):
     """What a compiler left there need not be compiled again; others have folders of their own."""
     code = "open('left', 'a').write('x')\nModelNew = None"
     with nursery.program(code, "candidate.py", room=4096) as first:
-        first.load("ModelNew", 20.0)
+        first.load("ModelNew")
         with nursery.program(code, "candidate.py", room=4096, beside=first) as second:
-            second.load("ModelNew", 20.0)
+            second.load("ModelNew")
         assert (first.folder / "left").read_text() == "xx"
         with nursery.program(code, "candidate.py", room=4096) as other:
-            other.load("ModelNew", 20.0)
+            other.load("ModelNew")
             assert (other.folder / "left").read_text() == "x"
 
 
@@ -387,7 +390,7 @@ def test_all_libraries_are_given_as_many_threads(nursery):
     names = ("OMP", "MKL", "NUMBA")
     code = f"import os\nassert [os.environ[f'{{n}}_NUM_THREADS'] for n in {names}] == ['1'] * 3\nModelNew = None"
     with nursery.program(code, "candidate.py", room=4096) as worker:
-        worker.load("ModelNew", 20.0)
+        worker.load("ModelNew")
 
 
 def test_threads_that_take_turns_do_not_count_as_asleep(nursery, monkeypatch):
@@ -408,7 +411,7 @@ signal.signal(signal.SIGALRM, lambda *_: ctypes.PyDLL(None).pthread_exit(None))
 ModelNew = None
 """
     with nursery.program(code, "candidate.py", room=4096) as worker:
-        worker.load("ModelNew", 60.0)
+        worker.load("ModelNew")
         os.kill(worker.pid, signal.SIGALRM)
         until = time.monotonic() + 60
         while "Z" not in kernel.states(worker.pid) and time.monotonic() < until:

@@ -75,7 +75,7 @@ def _bytes_read(case: Case) -> int:
     call = sides.call(sides.actual("floor"))
     call = replace(call, mode="recorded", requires_grad=True, cotangents=sides.cotangents(call.seed))
     try:
-        r = sides.reference.call(sides.wide(call), case.docket.terms.timeout)
+        r = sides.reference.call(sides.wide(call))
     except Misbehaved:
         return 0
     found = [t.abs() for t in r.tensors[len(sides.outputs) :]]
@@ -92,7 +92,7 @@ def heap(case: Case) -> None:
 
     D1: the process for that has another hash seed, so that sets of texts have another order.
     """
-    sides, timeout = case.sides, case.docket.terms.timeout
+    sides = case.sides
     if case.docket.terms.device != "cpu":
         return
     laid = inputs.layouts(sides.first, case.docket.derived("heap"))
@@ -103,7 +103,7 @@ def heap(case: Case) -> None:
     known = []
     for call in calls:
         with contextlib.suppress(Raised):
-            sides.witness.call(call, timeout)
+            sides.witness.call(call)
             known.append(call)
     nursery, failure = sides.nursery.other(careful=True), ""
     ended = _ended(case, nursery, sides.candidate, known)
@@ -114,7 +114,7 @@ def heap(case: Case) -> None:
             other.names = sides.suspect.names
             if sides.shares_state:
                 sides.give(other, sides.state, sides.dtype)
-            found = zip(sides.ask(first).tensors, other.call(first, timeout, most=sides.most).tensors, strict=True)
+            found = zip(sides.ask(first).tensors, other.call(first).tensors, strict=True)
         apart = any(rms([b - a]) > COARSE[0] * rms([a]) for a, b in found if inputs.is_real(a))
         case.docket.step("D1", "it gives other results where sets have another order" if apart else "")
     elif ended and _ended(case, nursery, sides.original, known):
@@ -126,13 +126,13 @@ def heap(case: Case) -> None:
 
 def _ended(case: Case, nursery: Nursery, program: Program, calls: Sequence[Call]) -> str:
     """Make calls and let go of each result; say how the process ended, empty if it lives."""
-    sides, terms = case.sides, case.docket.terms
+    sides = case.sides
     beside = sides.suspect if program is sides.candidate else None
     try:
         with sides.ready(program, nursery=nursery, beside=beside) as process:
             for call in [*calls, calls[0]]:
                 with contextlib.suppress(Raised):  # what it may refuse
-                    process.call(call, terms.timeout, most=sides.most, hold=False)
+                    process.call(call, hold=False)
     except Raised:
         pass
     except Misbehaved as error:

@@ -180,7 +180,7 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
     while more >= 2 * times or not times:
         times, long = more, call(more)
         try:
-            o, y = sides.witness.call(long, case.docket.terms.timeout), sides.ask(long)
+            o, y = sides.witness.call(long), sides.ask(long)
         except Raised:
             return
         given, results = (sum(t.numel() for t in some) for some in (long.tensors, o.tensors))
@@ -195,7 +195,7 @@ def _many_rows(case: Case, size: int, seconds: float) -> None:
         return
     longest = sides.longest
     try:
-        terms, _ = sides.reference.terms(sides.wide(long), case.docket.terms.timeout)
+        terms, _ = sides.reference.terms(sides.wide(long))
         sides.longest = max(longest, terms) ** 2
         elsewhere(case, said := f"{times} times as many rows as {size}", long.tensors, f"not for {said}")
     except Raised:
@@ -231,7 +231,7 @@ def elsewhere(case: Case, name: str, values: Tensors, note: str, tree: Any = Non
     call = replace(sides.call(values), tree=tree or sides.tree)
     if case.docket.terms.train:
         try:
-            plain = sides.witness.call(replace(call, cotangents=()), case.docket.terms.timeout)
+            plain = sides.witness.call(replace(call, cotangents=()))
         except Raised:
             return case.refused(call.forward)
         g = inputs.generator(case.docket.derived("cotangents", name))

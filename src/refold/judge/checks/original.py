@@ -10,10 +10,10 @@ from ..results import foreign_type, identical
 
 def says_something(case: Case) -> None:
     """N8: what would say nothing about any candidate is not tried."""
-    sides, docket, timeout = case.sides, case.docket, case.docket.terms.timeout
+    sides, docket = case.sides, case.docket
     plain = [Call(sides.tree, sides.actual("sane", i), seed=1) for i in (1, 2)]
     with sides.of_the_original():
-        found = [sides.witness.call(call, timeout) for call in plain]
+        found = [sides.witness.call(call) for call in plain]
         after = sides.witness.inspect()
         sides.witness.ask("seed", seed=1)
         sides.random = after.random != sides.witness.inspect().random
@@ -21,7 +21,7 @@ def says_something(case: Case) -> None:
         sides.constant = {name for name, value in sides.state.items() if identical(state[name], value)}
         sides.stateful = len(sides.constant) < len(sides.state)
         sides.outputs = [(list(t.shape), t.dtype) for t in found[0].tensors]
-        sides.longest, sides.squares = sides.reference.terms(sides.wide(sides.call(plain[0].tensors)), timeout)
+        sides.longest, sides.squares = sides.reference.terms(sides.wide(sides.call(plain[0].tensors)))
         sides.cost = 3 * found[1].seconds
     if foreign := foreign_type(found[0].tree):
         raise Unjudgeable(f"the original returns a {foreign}, which cannot be compared; let it return tensors")
@@ -37,7 +37,7 @@ def says_something(case: Case) -> None:
             "the original returns the same for different inputs, so right and wrong candidates look alike"
         )
     sizes = sum(t.numel() for ts in (found[0].tensors, plain[0].tensors, sides.state.values()) for t in ts)
-    sides.most = 64 * sizes + (1 << 24)
+    sides.most = sides.suspect.most = 64 * sizes + (1 << 24)
     if sides.random:
         docket.note("the original draws random numbers: it is compared in its own precision, from equal seeds")
     if sides.stateful and not sides.shares_state:

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ def first_calls(case: Case) -> None:
     _, y = case.round("actual", sides.first)
     suspect.settle()
     time.sleep(0.02)
-    changed = [not identical(a, b) for a, b in zip(y.tensors, suspect.again(y, sides.most), strict=True)]
+    changed = [not identical(a, b) for a, b in zip(y.tensors, suspect.again(y), strict=True)]
     case.docket.step("U4", "its result changed after it had returned it" if any(changed) else "")
 
 
@@ -133,7 +132,7 @@ def other_weights(case: Case) -> None:
 
 def _own_weights(case: Case) -> None:
     """C2: of one whose parameters no others can be given to, its own, with other values, count as in a new process."""
-    sides, suspect, timeout = case.sides, case.sides.suspect, case.docket.terms.timeout
+    sides, suspect = case.sides, case.sides.suspect
     if sides.parameters and not suspect.state():
         case.docket.step("C2", "it has no parameters or buffers, so that it cannot be given other weights")
     theirs, ours = _numbers_read(case), sum(t.numel() for t in sides.own.values() if inputs.is_real(t))
@@ -145,16 +144,16 @@ def _own_weights(case: Case) -> None:
     before = sides.ask(call)
     for way in ("loaded", "in place", "data") if own else ():
         state = weights.drawn("moved", own, set(own), case.docket.derived("own weights", way))
-        suspect.adopt(state, way, timeout)
+        suspect.adopt(state, way)
         suspect.state()  # they may lie elsewhere now
         y = sides.ask(call)
         with sides.ready(sides.candidate, beside=suspect) as other:
-            other.adopt(state, "loaded", timeout)
-            o = other.call(call, timeout, most=sides.most)
+            other.adopt(state, "loaded")
+            o = other.call(call)
         failure = next((one.reason for one in case.numbers.near(o, y) if one.reason), "")
         failure = "the results are those of before" if alike(before, y) else failure
         case.docket.step("C2", failure and f"after its own weights were changed by {WAYS[way]}: {failure}")
-    suspect.adopt(own, "loaded", timeout)
+    suspect.adopt(own, "loaded")
     suspect.state()
 
 
@@ -223,7 +222,7 @@ def _supported(case: Case, state: State, values: Tensors, way: str) -> bool:
         try:
             if sides.give(sides.witness, state, sides.dtype, way=each):
                 return False
-            found.append(sides.witness.call(call, case.docket.terms.timeout))
+            found.append(sides.witness.call(call))
         except Raised:
             return False
         finally:
@@ -263,8 +262,7 @@ def repeatable(case: Case) -> None:
     results = [anew(sides.ask) for _ in range(docket.level.repeats)]
     if not all(alike(results[0], other) for other in results[1:]):
         with sides.of_the_original():
-            witness = partial(sides.witness.call, timeout=docket.terms.timeout)
-            theirs = [anew(witness) for _ in range(docket.level.repeats)]
+            theirs = [anew(sides.witness.call) for _ in range(docket.level.repeats)]
         if all(alike(theirs[0], other) for other in theirs[1:]):
             docket.step("D1", "it gives different bits for the same inputs, the original does not")
         docket.note("neither it nor the original gives the same bits each time")
