@@ -16,7 +16,7 @@ from .errors import Raised, Unjudgeable
 from .messages import USES, Inspected
 from .numbers import LOW, NumberChecks
 from .process import Call, Process, Result
-from .results import contiguous, identical, judged, rule, strides, unlike
+from .results import identical, judged, rule, strides, unlike
 from .sides import Sides, Tensors, together
 
 LARGER, LITTLE = 8, 1 << 16  # times and bytes by which the memory that a result is a part of may be larger
@@ -183,11 +183,8 @@ class Case:
             self.docket.note(f"{USES[call.use]}, it gives other dtypes than the original")
 
         def cast(result: Result) -> Result:
-            real = torch.complex128 if dtype == torch.float64 else torch.complex64
-            tensors = [
-                t.to(dtype) if t.is_floating_point() else t.to(real) if t.is_complex() else own
-                for t, own in zip(result.tensors, o.tensors, strict=True)
-            ]
+            each = zip(result.tensors, o.tensors, strict=True)
+            tensors = [inputs.cast(t, dtype) if inputs.is_real(t) else own for t, own in each]
             metadata = [replace(m, dtype=str(t.dtype)[6:]) for m, t in zip(o.metadata, tensors, strict=True)]
             return replace(result, tensors=tensors, metadata=metadata)
 
@@ -227,8 +224,9 @@ class Case:
         if other := unlike(o, y):
             step("M2", other)
         for index, (a, b) in enumerate(zip(o.metadata, y.metadata, strict=True)):
-            if strides(a) != strides(b) and index < len(self.sides.outputs):  # of gradients they mean nothing
-                if strides(b) != contiguous(b.shape):
+            theirs, own = (strides(m.shape, m.stride) for m in (a, b))
+            if theirs != own and index < len(self.sides.outputs):  # of gradients they mean nothing
+                if own != strides(b.shape, torch.empty(b.shape, device="meta").stride()):
                     said = f"result {index} has strides {b.stride}, the original's {a.stride}"
                     step("M3", f"{said}; return it so, or contiguous")
                 self.docket.note(f"result {index} is contiguous where the original's has strides {a.stride}")

@@ -41,11 +41,7 @@ class Docket:
     def draw_secret(self) -> None:
         """Draw what nobody knew while the candidate was loaded."""
         self._secret = os.urandom(6) if self._seed is None else self._seed.to_bytes(6, "little")
-
-    @property
-    def secret(self) -> int:
-        """The seed, for the log."""
-        return int.from_bytes(self._secret, "little")
+        self.verdict.seed = int.from_bytes(self._secret, "little")
 
     def derived(self, *purpose: object) -> int:
         """Return the seed of one purpose; none tells anything of another."""

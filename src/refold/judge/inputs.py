@@ -211,6 +211,13 @@ def is_real(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast real numbers to a dtype, and complex ones to those of float64 or of float32; others stay."""
+    if x.is_complex():
+        return x.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return x.to(dtype) if x.is_floating_point() else x
+
+
 def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     """Change each floating-point value by a percent: content that was not seen before, and like the user's."""
     g = generator(seed)

@@ -196,10 +196,10 @@ class Race:
         if base is not self._compiled:
             self.case.surroundings(base, candidate, self._modes, self._calls)
 
-    def _usage(self, *processs: Process) -> Usage:
+    def _usage(self, *processes: Process) -> Usage:
         """Read what was used until now, with what these processes used as this one's own."""
         found = usage()
-        return replace(found, own=found.own + sum(sum(process.processor_time()) for process in processs))
+        return replace(found, own=found.own + sum(sum(process.processor_time()) for process in processes))
 
     def _times(self, candidate: Process, pairs: list[list[tuple[Result, Result]]]) -> list[list[float]]:
         """Return the seconds of both sides, of each sample the least.

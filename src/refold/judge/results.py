@@ -11,7 +11,6 @@ import torch
 
 from ..verify import numerics
 from . import inputs
-from .messages import Description
 from .process import Result
 
 ORDINARY = ("actual", "normal", "timed")
@@ -81,15 +80,9 @@ def alike(a: Result, b: Result) -> bool:
     return len(a.tensors) == len(b.tensors) and all(map(identical, a.tensors, b.tensors))
 
 
-def strides(m: Description) -> list[int]:
-    """Strides, without those of axes of one element, which mean nothing."""
-    return [] if 0 in m.shape else [s for n, s in zip(m.shape, m.stride, strict=True) if n > 1]
-
-
-def contiguous(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor, as `strides` gives them."""
-    like = torch.empty(shape, device="meta")
-    return [] if 0 in shape else [s for n, s in zip(shape, like.stride(), strict=True) if n > 1]
+def strides(shape: Sequence[int], given: Sequence[int]) -> list[int]:
+    """Return strides without those of axes of one element, which mean nothing."""
+    return [] if 0 in shape else [s for n, s in zip(shape, given, strict=True) if n > 1]
 
 
 def outline(tree: Any) -> str:

@@ -328,12 +328,8 @@ class Sides:
 
     def wide(self, call: Call, dtype: torch.dtype = torch.float64) -> Call:
         """Cast all real and complex numbers of a call."""
-        kinds = {torch.float64: torch.complex128, torch.float32: torch.complex64}
-
-        def cast(t: torch.Tensor) -> torch.Tensor:
-            return t.to(dtype) if t.is_floating_point() else t.to(kinds[dtype]) if t.is_complex() else t
-
-        return replace(call, tensors=list(map(cast, call.tensors)), cotangents=list(map(cast, call.cotangents)))
+        tensors, cotangents = ([inputs.cast(t, dtype) for t in some] for some in (call.tensors, call.cotangents))
+        return replace(call, tensors=tensors, cotangents=cotangents)
 
     def named(self, tree: Any) -> Any:
         """Return arguments by the names that the original has for them; None if it has too few."""

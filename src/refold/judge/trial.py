@@ -113,5 +113,4 @@ class Judge:
         finally:
             torch.set_num_threads(threads)
         verdict.seconds = time.perf_counter() - docket.began
-        verdict.seed = docket.secret
         return verdict

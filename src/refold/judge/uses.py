@@ -159,14 +159,18 @@ def _derivatives(use: str, program: Any, build: Build, leaves: list[torch.Tensor
         return program(*build([changed.get(index, t) for index, t in enumerate(leaves)]))
 
     def along(some: Any) -> tuple[torch.Tensor, ...]:
-        kinds = [torch.complex64 if t.is_complex() else torch.float32 for t in some]
-        return tuple(torch.randn(t.shape, generator=g, dtype=kind).to(t) for t, kind in zip(some, kinds, strict=True))
+        return tuple(noise(t, g) for t in some)
 
     some = tuple(leaves[index] for index in at)
     if use == "jvp":
         return torch.func.jvp(function, some, along(some))
     results, back, *_ = torch.func.vjp(function, *some)
-    return results, back(along([results])[0] if isinstance(results, torch.Tensor) else along(results))
+    return results, back(noise(results, g) if isinstance(results, torch.Tensor) else along(results))
+
+
+def noise(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Draw zero-mean numbers like those of a tensor."""
+    return torch.randn(t.shape, generator=g, dtype=torch.complex64 if t.is_complex() else torch.float32).to(t)
 
 
 def adopt(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .inputs import generator, is_real
+from .inputs import cast, generator, is_real
 
 State = Mapping[str, torch.Tensor]
 
@@ -55,10 +55,9 @@ def drawn(kind: str, state: State, parameters: set[str], seed: int, spread: floa
     for name, value in state.items():
         new[name] = value
         if is_real(value):
-            wide = value.to(torch.complex128 if value.is_complex() else torch.float64)
             n = torch.randn(value.shape, generator=g).double()
             own = kind if name in parameters else "grown" if bool(value.any()) else "moved"
-            new[name] = kinds[own](wide, n, spread).to(value.dtype)
+            new[name] = kinds[own](cast(value, torch.float64), n, spread).to(value.dtype)
     return new
 
 

@@ -496,28 +496,22 @@ class Stub:
 
     def do_go(self) -> Any:
         """Call the program on the inputs in the prepared places."""
-        if self._device == "cpu":
-            tree, outputs, left = uses.run(self._ready.use, self._run, self._module, self._given)
-            held: tuple[Any, ...] = ([t.detach() for t in outputs],)
-            described = [_describe(t) for t in outputs]
-        else:
-            # Bring the inputs to the device, and results and inputs back.
+        if self._device != "cpu":  # bring the inputs there, and later results and inputs back
             before = {here.data_ptr(): there for here, there, _ in self._placed}
             self._placed = [self._sent(place, before) for place in self._ready.tensors]
             self._leaves = [there for _, _, there in self._placed]
             self._back = [self._sent(place, {})[2] for place in self._ready.cotangents]
-            tree, outputs, left = uses.run(self._ready.use, self._run, self._module, self._given)
-            received = [self._received(t) for t in outputs]
-            for here, there, _ in self._placed:
-                here.copy_(there)
-            self._hosts.append([pair for _, pair in received if pair is not None])
-            held = ([t.detach() for t in outputs], self._placed, self._hosts[-1])
-            described = [each for each, _ in received]
+        tree, outputs, left = uses.run(self._ready.use, self._run, self._module, self._given)
+        received = list(map(self._received, outputs))
+        for here, there, _ in self._placed:
+            here.copy_(there)
+        self._hosts.append([pair for _, pair in received if pair is not None])
+        held = [t.detach() for t in outputs], self._placed, self._hosts[-1]
         # Not the objects themselves: users hold a view of a result, or what autograd saved of it.
         self._held.append(held)
         if self._ready.keep:
             self._kept.append(held)
-        return messages.Returned(tree, described, left)
+        return messages.Returned(tree, [each for each, _ in received], left)
 
     def _run(self) -> tuple[Any, list[torch.Tensor], list[str]]:
         """Call the program; return the structure of what it gave, its tensors, and what it changed of the caller's."""
@@ -716,8 +710,7 @@ def _filled(leaves: list[torch.Tensor], seed: int) -> None:
     """Let leaves hold a gradient, as they do while gradients of several batches are added up."""
     g = torch.Generator().manual_seed(seed)
     for t in leaves:
-        noise = torch.randn(t.shape, generator=g, dtype=torch.complex64 if t.is_complex() else torch.float32)
-        t.grad = noise.to(t.device, t.dtype)
+        t.grad = uses.noise(t, g)
 
 
 def _taken(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -27,9 +27,8 @@ from ..compiler.private import tree_leaves, tree_map
 from ..errors import ArgumentError, TargetError, warn
 from ..judge import source
 from ..verify import roundoff
-from .loop import NAMES
+from .loop import NAMES, versions
 
-_VERSIONED = ("torch", "numba", "triton")
 GUARDS = "guards.json"
 
 
@@ -274,15 +273,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"refold": environment()["refold"]}
-    for package in _VERSIONED:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"refold": environment()["refold"], **versions()}
 
 
 def _check_free(path: Path) -> None:

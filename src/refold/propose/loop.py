@@ -7,6 +7,7 @@ short is resumed from there. Nothing is tried twice, and earlier candidates stil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -334,10 +335,13 @@ def _machine(terms: Terms) -> dict[str, Any]:
     """Describe the machine."""
     from ..compiler.environment import processor
 
-    facts: dict[str, Any] = {"processor": processor(), "threads": terms.threads}
+    return {"processor": processor(), "threads": terms.threads, **versions()}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that compute, as far as they are installed."""
+    found = {}
     for package in ("torch", "numba", "triton"):
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return facts
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

@@ -95,8 +95,10 @@ class Workshop:
         """Describe the layer for a request, except its source."""
         report = self.default[1]
         rows = [row for graph in report.graphs for row in graph.rewrites]
-        found = {
-            "regions": [{**region.to_dict(), **self._floor(region)} for region in self.regions],
+        moved = self.roofline["bytes_per_s"]
+        return {
+            # With the least time that a region's bytes take.
+            "regions": [{**each.to_dict(), "least_ms": each.least_bytes / moved * 1e3} for each in self.regions],
             "choices": {
                 "passes": list(NAMES),
                 "places": [
@@ -108,16 +110,11 @@ class Workshop:
             "times_ms": {name: round(ms, 6) for name, (_, ms) in self.rivals.items()},
             "roofline": self.roofline,
         }
-        return found
 
     @cached_property
     def roofline(self) -> dict[str, float]:
         """What this machine does at best, measured: operations of a matrix product and bytes of a copy, a second."""
         return ceilings(self.device, getattr(torch, self.terms.dtype))
-
-    def _floor(self, region: Region) -> dict[str, float]:
-        """Return the least time that a region's bytes take."""
-        return {"least_ms": region.least_bytes / self.roofline["bytes_per_s"] * 1e3}
 
     # Trials
 
@@ -138,7 +135,7 @@ class Workshop:
             if kind == "program":
                 rule = self.rule(text, f"proposal {number}")
                 evidence["rule"] = rule.to_dict()
-                reason = self._same(rule)
+                reason = "it is the region as it is" if str(rule.program) == str(rule.region) else ""
                 run, report = (None, None) if reason else self._compiled(rules=(rule,))
             else:
                 choices = self.choices(text)
@@ -195,20 +192,14 @@ class Workshop:
             ProgramError: It is outside the grammar or does not fit the region.
         """
         data = _object(text)
-        named = data.get("region")
+        named = data.pop("region", None)
         if not self.regions:
             raise ProgramError("no region of this layer can be written in index notation; propose a source")
         known = {region.name: region for region in self.regions}
-        if named is None:
-            region = self.regions[-1]
-        elif named in known:
-            region = known[named]
-        else:
+        region = self.regions[-1] if named is None else known.get(named)
+        if region is None:
             raise ProgramError(f"region must be one of {', '.join(known)}, not {named!r:.80}")
-        program = (
-            data["program"] if "program" in data else {k: v for k, v in data.items() if k not in ("region", "kind")}
-        )
-        return Rule(name, region.program, replacement(region.program, program))
+        return Rule(name, region.program, replacement(region.program, data.get("program", data)))
 
     def choices(self, text: str) -> Choices:
         """Read proposed choices.
@@ -217,12 +208,7 @@ class Workshop:
             ArgumentError: Something in them is not to be chosen.
         """
         data = _object(text)
-        return Choices.read(data["plan"] if "plan" in data else {k: v for k, v in data.items() if k != "kind"})
-
-    @staticmethod
-    def _same(rule: Rule) -> str:
-        """Say so if a program is the region as it is."""
-        return "it is the region as it is" if str(rule.program) == str(rule.region) else ""
+        return Choices.read(data.get("plan", data))
 
     def _compiled(self, **options: Any) -> tuple[Function, Report]:
         accept = "always" if self.terms.accept == "right" else "faster"
@@ -244,21 +230,14 @@ class Workshop:
         terms = max([1, *(region.program.terms() for region in self.regions)])
 
         def flat(module: Function) -> Callable[..., Any]:
-            def call(*tensors: Any) -> list[torch.Tensor]:
-                with torch.no_grad():
-                    return _tensors(module(*tensors))
+            return lambda *inputs: _tensors(module(*inputs))
 
-            return call
+        def reference(*inputs: Any) -> list[torch.Tensor]:
+            return _tensors(wide(*(x.double() if _floating(x) else x for x in inputs)))
 
-        def reference(*tensors: Any) -> list[torch.Tensor]:
-            with torch.no_grad():
-                return _tensors(wide(*(x.double() if _floating(x) else x for x in tensors)))
-
-        with torch.random.fork_rng(devices=[]):
-            found = check(
-                flat(self.module), flat(run), reference, self.inputs, self.inputs, terms=terms, multilinear=False
-            )
-        return found.reason
+        programs = flat(self.module), flat(run), reference
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return check(*programs, self.inputs, self.inputs, terms=terms, multilinear=False).reason
 
     def _call(self, run: Function) -> Function:
         """Return one call on the layer's inputs, with its gradients if they count."""
@@ -289,7 +268,7 @@ def _object(text: str) -> dict[str, Any]:
         raise ProgramError(f"it is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ProgramError(f"it must be an object, not {text[:80]!r}")
-    return data
+    return {name: value for name, value in data.items() if name != "kind"}  # which is known by now
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
