@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from refold.judge import Judge, Nursery, Terms, Verdict
+from refold.judge import Nursery, Terms, Verdict, decide
 from refold.judge.program import source
 
 # Checks that level quick does not make, or makes only as far as its time allows; others are tried at that level.
@@ -57,7 +57,7 @@ class Entry:
         terms = Terms(**({"accept": "right", "timeout": 20.0, "rival": "eager", "level": level} | self.terms))
         first = source(originals()[self.original], name=f"{self.original}.py", role="original")
         second = source(IMPORT.sub(lambda _: first.text, self.text), name=f"{Path(self.name).name}.py")
-        return Judge(nursery).decide(first, second, None, terms, off=off, seed=seed)
+        return decide(nursery, first, second, None, terms, off=off, seed=seed)
 
 
 def candidate(*expect: str, original: str = "layer", off: Iterable[str] | None = None, **terms: Any) -> dict[str, Any]:

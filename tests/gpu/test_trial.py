@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from refold.judge import Judge, Nursery, Terms, program  # noqa: E402
+from refold.judge import Nursery, Terms, decide, program  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 ATTACKS = Path(__file__).parent / "attacks"
@@ -48,6 +48,6 @@ def test_the_verdict_is_the_expected_one(path, nursery, record_property):
     expect, terms = said(path)
     first = program(ATTACKS / "original.py", role="original")
     options = {"accept": "right", "timeout": 40.0, "device": "cuda", "level": "full"} | terms
-    verdict = Judge(nursery).decide(first, program(path, role="candidate"), None, Terms(**options), seed=20)
+    verdict = decide(nursery, first, program(path, role="candidate"), None, Terms(**options), seed=20)
     record_property("decided_by", verdict.check or verdict.outcome)
     assert (verdict.check or verdict.outcome) in expect, str(verdict)

@@ -31,7 +31,7 @@ from .sides import Tensors
 from .terms import LEVELS
 from .terms import Terms as Terms
 from .terms import threads as threads
-from .trial import Judge as Judge
+from .trial import decide as decide
 from .verdict import Verdict as Verdict
 
 
@@ -69,9 +69,9 @@ def judge(
     first = original if isinstance(original, Program) else program(original, role="original")
     second = candidate if isinstance(candidate, Program) else program(candidate, role="candidate")
     if nursery is not None:
-        return Judge(nursery).decide(first, second, inputs, chosen)
+        return decide(nursery, first, second, inputs, chosen)
     with Nursery(threads=chosen.threads, device=chosen.device, sandboxed=not allow_unsandboxed) as nursery:
-        return Judge(nursery).decide(first, second, inputs, chosen)
+        return decide(nursery, first, second, inputs, chosen)
 
 
 def judge_solution(
@@ -170,4 +170,4 @@ def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verd
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError) as error:
         raise TargetError(f"{log} is not the whole log of a trial: {type(error).__name__}: {error}") from error
     with Nursery(threads=chosen.threads, device=chosen.device, sandboxed=not allow_unsandboxed) as nursery:
-        return Judge(nursery).decide(original, candidate, None, chosen, seed=then.seed), then
+        return decide(nursery, original, candidate, None, chosen, seed=then.seed), then

@@ -412,7 +412,7 @@ def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
     fresh, g = draw("normal", like, seed), generator(seed)
     yield "transposed", [x.mT.contiguous().mT if x.dim() > 1 else x for x in fresh]
     yield "channels last", [x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x for x in fresh]
-    yield "strided", [_spread(x) for x in fresh]
+    yield "strided", [torch.stack((x, torch.zeros_like(x)), -1).flatten(-2)[..., ::2] if x.dim() else x for x in fresh]
     for axis in (0, -1):
         yield REPEATED, [_repeated(x, axis) if is_real(x) else x for x in fresh]
     yield "odd address", [_shifted(x, 1 + _below(15, g)) for x in fresh]
@@ -437,10 +437,6 @@ def normal(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     if x.is_complex():
         return torch.randn(x.shape, dtype=x.dtype, generator=g)
     return torch.randn(x.shape, generator=g).to(x.dtype) if x.is_floating_point() else x
-
-
-def _spread(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack((x, torch.zeros_like(x)), -1).flatten(-2)[..., ::2] if x.dim() else x
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:

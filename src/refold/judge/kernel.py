@@ -123,12 +123,6 @@ def forks() -> int:
     return next((int(line.split()[1]) for line in read("stat").splitlines() if line.startswith("processes")), 0)
 
 
-def data_bytes(status: str) -> int:
-    """Return the bytes of memory that a process may write, by its /proc/PID/status. Its name is a line there, too."""
-    lines = (line.split() for line in status.splitlines() if line.startswith("VmData:"))
-    return next((int(words[1]) << 10 for words in lines), 0)
-
-
 def activity(pid: int, wanted: str = "") -> dict[str, tuple[int, int]]:
     """Return run time and number of turns of each thread; nothing if one is in none of the wanted states.
 

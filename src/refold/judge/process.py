@@ -29,6 +29,7 @@ from .channel import Channel, read
 from .errors import Misbehaved, Unjudgeable
 from .inputs import is_real
 from .messages import Description, Place
+from .sandbox import data_bytes
 from .shared import Kin, Shared
 
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
@@ -407,7 +408,7 @@ class Process:
     def held(self) -> int:
         """Return the bytes of memory that it may write, as far as the system tells."""
         with self._alive():
-            return kernel.data_bytes(kernel.read(f"{self.pid}/status"))
+            return data_bytes(kernel.read(f"{self.pid}/status"))
 
     def births(self) -> int | None:
         """Return the number that the next process of its namespace has, which counts all that were started there.

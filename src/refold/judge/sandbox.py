@@ -124,8 +124,7 @@ def enter(folder: Path, readable: Iterable[str], limits: dict[str, int], device:
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         if name == "DATA":  # beside what torch holds already
-            status = Path("/proc/self/status").read_text()
-            value += next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
+            value += data_bytes(Path("/proc/self/status").read_text())
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
@@ -138,6 +137,12 @@ def enter(folder: Path, readable: Iterable[str], limits: dict[str, int], device:
     if _seccomp(device):
         found.append("seccomp")
     return found
+
+
+def data_bytes(status: str) -> int:
+    """Return the bytes of memory that a process may write, by its /proc/PID/status. Its name is a line there, too."""
+    lines = (line.split() for line in status.splitlines() if line.startswith("VmData:"))
+    return next((int(words[1]) << 10 for words in lines), 0)
 
 
 def _drop_capabilities() -> None:

@@ -351,14 +351,10 @@ _SWITCHES = """
 _LIBM = ctypes.CDLL("libm.so.6") if "libm.so.6" in Path("/proc/self/maps").read_text() else None
 
 
-def _switch(name: str) -> Any:
-    value = operator.attrgetter(name)(torch)
-    return value() if callable(value) else value
-
-
 def _settings() -> dict[str, str]:
     """Return the global switches that change what other code computes or how fast."""
-    values: dict[str, Any] = {f"torch.{name}": _switch(name) for name in _SWITCHES.split()}
+    switches = ((name, operator.attrgetter(name)(torch)) for name in _SWITCHES.split())
+    values: dict[str, Any] = {f"torch.{name}": value() if callable(value) else value for name, value in switches}
     values |= {
         "matmul precision": _precision(),
         "precision of backends": [getattr(owner, "fp32_precision", None) for owner in _BACKENDS],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -52,65 +51,54 @@ CHECKS: tuple[tuple[Check, bool], ...] = (
 """The checks in their order, cheap ones first, and whether one is left out at level quick."""
 
 
-@dataclass(frozen=True)
-class Judge:
-    """Decides whether candidates may take the place of their originals.
+def decide(
+    nursery: Nursery,
+    original: Program,
+    candidate: Program,
+    inputs: Sequence[torch.Tensor] | None,
+    terms: Terms,
+    *,
+    seed: int | None = None,
+    off: frozenset[str] = frozenset(),
+) -> Verdict:
+    """Try whether one candidate may take the place of its original. Whatever happens in a trial ends in a verdict.
 
-    Attributes:
+    Args:
         nursery: Starts the processes of programs.
-        checks: What is looked at, in this order.
+        original: The program that it is compared with.
+        candidate: The candidate.
+        inputs: Example inputs; None takes the original's own.
+        terms: On what terms.
+        seed: Where all that is random comes from, to repeat a trial.
+        off: Checks that decide nothing, so that tests can show that they are needed.
     """
-
-    nursery: Nursery
-    checks: tuple[tuple[Check, bool], ...] = CHECKS
-
-    def decide(
-        self,
-        original: Program,
-        candidate: Program,
-        inputs: Sequence[torch.Tensor] | None,
-        terms: Terms,
-        *,
-        seed: int | None = None,
-        off: frozenset[str] = frozenset(),
-    ) -> Verdict:
-        """Try one candidate. Whatever happens in a trial ends in a verdict.
-
-        Args:
-            original: The program that it is compared with.
-            candidate: The candidate.
-            inputs: Example inputs; None takes the original's own.
-            terms: On what terms.
-            seed: Where all that is random comes from, to repeat a trial.
-            off: Checks that decide nothing, so that tests can show that they are needed.
-        """
-        verdict = Verdict(original, candidate, terms, off=sorted(off))
-        docket = Docket(verdict, seed, off)
-        threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(1)  # others wait for work in a loop, for longer than small tensors need one
-            with Sides(original, candidate, inputs, docket, self.nursery) as sides:
-                sides.open()
-                if sum(t.numel() for t in sides.first) > LARGE:
-                    torch.set_num_threads(terms.threads)
-                case = Case(docket, sides)
-                for check, deep in self.checks:
-                    if docket.level.deep or not deep:
-                        docket.check = check.__name__
-                        check(case)
-        except Refused:
-            pass
-        except Misbehaved as error:
-            verdict.end("refused", error.check, error.reason)
-            verdict.failure = getattr(error, "failure", None)
-        except Unjudgeable as error:
-            verdict.end("unjudged", "", str(error))
-        except Exception as error:  # no error of the judge is an acceptance, nor does it end a run of many trials
-            log.debug("a trial ended by an error of the judge", exc_info=True)
-            verdict.end("unjudged", "", f"the judge itself failed: {type(error).__name__}: {str(error)[:500]}")
-        else:
-            verdict.outcome = "accepted"
-        finally:
-            torch.set_num_threads(threads)
-        verdict.seconds = time.perf_counter() - docket.began
-        return verdict
+    verdict = Verdict(original, candidate, terms, off=sorted(off))
+    docket = Docket(verdict, seed, off)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # others wait for work in a loop, for longer than small tensors need one
+        with Sides(original, candidate, inputs, docket, nursery) as sides:
+            sides.open()
+            if sum(t.numel() for t in sides.first) > LARGE:
+                torch.set_num_threads(terms.threads)
+            case = Case(docket, sides)
+            for check, deep in CHECKS:
+                if docket.level.deep or not deep:
+                    docket.check = check.__name__
+                    check(case)
+    except Refused:
+        pass
+    except Misbehaved as error:
+        verdict.end("refused", error.check, error.reason)
+        verdict.failure = getattr(error, "failure", None)
+    except Unjudgeable as error:
+        verdict.end("unjudged", "", str(error))
+    except Exception as error:  # no error of the judge is an acceptance, nor does it end a run of many trials
+        log.debug("a trial ended by an error of the judge", exc_info=True)
+        verdict.end("unjudged", "", f"the judge itself failed: {type(error).__name__}: {str(error)[:500]}")
+    else:
+        verdict.outcome = "accepted"
+    finally:
+        torch.set_num_threads(threads)
+    verdict.seconds = time.perf_counter() - docket.began
+    return verdict

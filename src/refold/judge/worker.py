@@ -531,8 +531,10 @@ class Stub:
             args = build(leaves)
             before, upstream = _objects(args), _objects(own) if ready.inner else None
             wanted = self._wanted(own) if self._back else []
-            if ready.flow == "added":
-                _filled(wanted, ready.seed)
+            if ready.flow == "added":  # to what leaves hold while gradients of several batches are added up
+                g = torch.Generator().manual_seed(ready.seed)
+                for t in wanted:
+                    t.grad = uses.noise(t, g)
             with private.compiling() if use == "compiling" else contextlib.nullcontext():
                 result = uses.call(use, self._program, args, build, leaves, self._device, self._train, ready.seed)
             left += _left(args, before) + (_left(own, upstream) if upstream else [])
@@ -704,13 +706,6 @@ def _failure(error: BaseException, file: str) -> Any:
     if messages.known_exception(kind.__name__) is kind:
         return messages.Failure(kind.__name__, text, lines)
     return messages.Failure("Exception", f"{kind.__qualname__}: {text}"[:_TEXT], lines)
-
-
-def _filled(leaves: list[torch.Tensor], seed: int) -> None:
-    """Let leaves hold a gradient, as they do while gradients of several batches are added up."""
-    g = torch.Generator().manual_seed(seed)
-    for t in leaves:
-        t.grad = uses.noise(t, g)
 
 
 def _taken(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib.util
 import json
+import operator
 import shutil
 import sys
 import weakref
@@ -167,11 +168,12 @@ class Guarded(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement if the guards hold, else the original."""
-        state = self._state()
+        state = [*self.original.parameters(), *self.original.buffers()]
         reason = self._reason(state, args, kwargs)
         if not reason:
             replacement = self.__dict__["replacement"]
-            if isinstance(replacement, torch.nn.Module) and not _are(state, self._shared):
+            same = len(state) == len(self._shared) and all(map(operator.is_, state, self._shared))
+            if isinstance(replacement, torch.nn.Module) and not same:
                 # Since the last call they were moved or replaced.
                 _share(self.original, replacement)
                 self._shared, self._compared = state, False
@@ -209,13 +211,6 @@ class Guarded(torch.nn.Module):
             self._wrong = f"at its first call here it did not give what the original gives: {off}"
         self._compared = not self._wrong
         return self._wrong
-
-    def refusal(self, *args: Any, **kwargs: Any) -> str:
-        """Say which guard does not hold; empty if all do."""
-        return self._reason(self._state(), args, kwargs)
-
-    def _state(self) -> list[torch.Tensor]:
-        return [*self.original.parameters(), *self.original.buffers()]
 
     def _reason(self, state: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         if self._versions or self._wrong:
@@ -258,10 +253,6 @@ def _apart(expected: Any, found: Any, dtype: str) -> str:
         if not off <= most * size:
             return f"the relative difference is {off / size if size else off:.1e}"
     return ""
-
-
-def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(x is y for x, y in zip(some, others, strict=True))
 
 
 def _described(x: Any) -> Any:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from ..errors import ArgumentError, MissingDependency, ProposerError
 from . import prompt
-from .protocol import Proposal, Request
+from .protocol import Proposal, Proposer, Request
 
 _sleep = time.sleep
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -145,7 +145,7 @@ STYLES = {
 }
 
 
-class Chat:
+class Chat(Proposer):
     """A model that an HTTP endpoint serves.
 
     Args:
@@ -158,8 +158,6 @@ class Chat:
         seconds: Seconds that one question may take, with all its tries.
         prices: Money for a million tokens, in and out, to keep a budget by.
     """
-
-    facts = True
 
     def __init__(
         self, style: str, model: str, *, base_url: str = "", longest: int = 16384, tries: int = 5, idle: float = 120.0,

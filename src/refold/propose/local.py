@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ProposerError
-from .protocol import KINDS, Proposal, Request, proposal, proposals
+from .protocol import KINDS, Proposal, Proposer, Request, proposal, proposals
 
 _ANSWER_LIMIT = 16 << 20
 
 
-class _Once:
+class _Once(Proposer):
     """Hands out a fixed list of proposals, as many at a time as are wanted."""
 
-    destination, facts = "", False
+    facts = False
 
     def __init__(self, name: str, found: Sequence[Proposal]):
         self.name = name
@@ -26,10 +26,6 @@ class _Once:
         """Return the next proposals."""
         taken, self._left = self._left[: request.wanted], self._left[request.wanted :]
         return taken
-
-    def spent(self) -> dict[str, float]:
-        """Return nothing: files cost nothing."""
-        return {}
 
 
 def from_files(path: Path) -> _Once:
@@ -73,13 +69,11 @@ def from_run(folder: Path) -> _Once:
     return _Once(f"replay:{folder}", found)
 
 
-class Command:
+class Command(Proposer):
     """Any program: it reads a request as JSON from its standard input and writes proposals to its standard output.
 
     It is the user's own program and runs with the user's rights; what it proposes does not.
     """
-
-    destination, facts = "", True
 
     def __init__(self, arguments: Sequence[str], *, timeout: float = 600.0):
         self.name = "command:" + " ".join(arguments)
@@ -109,7 +103,3 @@ class Command:
                 f"{self.name} answered with {len(done.stdout)} characters; at most {_ANSWER_LIMIT} are read"
             )
         return proposals(done.stdout, origin=self.name)
-
-    def spent(self) -> dict[str, float]:
-        """Return nothing: what a command spends is its own affair."""
-        return {}

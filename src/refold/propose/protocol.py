@@ -114,14 +114,17 @@ def speed(speedup: float | None, at_least: float | None, against: str = "") -> s
 
 
 class Proposer(Protocol):
-    """Somebody who proposes."""
+    """Somebody who proposes.
+
+    Attributes:
+        name: Who it is.
+        destination: Where the user's code goes; empty if it stays on this machine.
+        facts: Whether requests are to say what is known of the layer, which takes a compile of it.
+    """
 
     name: str
-    #: Where the user's code goes; empty if it stays on this machine.
-    destination: str
-
-    #: Whether requests are to say what is known of the layer, which takes a compile of it.
-    facts: bool
+    destination: str = ""
+    facts: bool = True
 
     def propose(self, request: Request) -> Sequence[Proposal]:
         """Return proposals, none if there are no more; raises ProposerError if it cannot."""
@@ -129,7 +132,7 @@ class Proposer(Protocol):
 
     def spent(self) -> dict[str, float]:
         """Count what was used so far, as ``tokens`` and ``money``; empty if nothing is counted."""
-        ...
+        return {}
 
 
 def proposals(text: str, *, origin: str) -> list[Proposal]:

@@ -16,17 +16,17 @@ from typing import Any
 from ..compiler.notation.algebra import Expander, orders, work_of, written
 from ..compiler.notation.program import Equations, parse
 from ..errors import ProgramError
-from .protocol import Proposal, Request
+from .protocol import Proposal, Proposer, Request
 
 _CHUNKS = (16, 32, 64, 128, 256)
 _ORDERS = 4  # of one region
 _ALL = 64  # looked at, to find these
 
 
-class Systematic:
+class Systematic(Proposer):
     """Proposes contraction orders, then plans around the best plan so far."""
 
-    name, destination, facts = "search", "", True
+    name = "search"
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -42,10 +42,6 @@ class Systematic:
                 if len(found) == request.wanted:
                     break
         return found
-
-    def spent(self) -> dict[str, float]:
-        """Return nothing: it costs only time."""
-        return {}
 
 
 def _programs(request: Request) -> Iterator[Proposal]:

@@ -233,7 +233,8 @@ class Workshop:
             return lambda *inputs: _tensors(module(*inputs))
 
         def reference(*inputs: Any) -> list[torch.Tensor]:
-            return _tensors(wide(*(x.double() if _floating(x) else x for x in inputs)))
+            wider = (x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)
+            return _tensors(wide(*wider))
 
         programs = flat(self.module), flat(run), reference
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -273,7 +274,3 @@ def _object(text: str) -> dict[str, Any]:
 
 def _tensors(out: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-
-
-def _floating(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()

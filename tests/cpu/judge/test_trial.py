@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from refold.errors import ArgumentError, TargetError
-from refold.judge import Judge, Nursery, Terms, channel, judge, kernel, process, race, replay, results, sides, source
+from refold.judge import Nursery, Terms, channel, decide, judge, kernel, process, race, replay, results, sides, source
 from refold.judge import sandbox as sandbox_of_judge
 from refold.judge.checks import costs
 from refold.judge.errors import Misbehaved
@@ -333,7 +333,7 @@ def test_many_candidates_share_the_chance_of_error(nursery):
     pairs = {}
     for tried in (1, 1000):
         terms = Terms(level="quick", tried=tried)
-        verdict = Judge(nursery).decide(first, second, None, terms, seed=3)
+        verdict = decide(nursery, first, second, None, terms, seed=3)
         assert verdict.accepted, str(verdict)
         pairs[tried] = verdict.timing["pairs"]
     assert pairs[1] <= pairs[1000]
