@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .errors import Enough, Misbehaved
-from .excuses import MADE, PLACES, Excuses, comparisons, reachable
+from .excuses import MADE, PLACES, Excuses, Scope, comparisons, reachable
 from .messages import Description
 from .program import Program
 
@@ -215,8 +215,7 @@ class _Marker(ast.NodeTransformer):
         self.unseen: list[int] = []
         self.mentions: dict[str, list[Site | None]] = {}
         self._parent: Site | None = None
-        self._function: Any = None
-        self._owner: ast.ClassDef | None = None
+        self._at = Scope()
         self._foreign: dict[str, int] = {}  # marks of what is asked for its place and is not of torch
         self._held: dict[str, int] = {}  # marks of what is taken for fixed and could be emptied, as a list
 
@@ -233,10 +232,12 @@ class _Marker(ast.NodeTransformer):
         call = ast.Call(ast.Attribute(ast.Name(self._recorder, ast.Load()), how, ast.Load()), args, [])
         return ast.copy_location(call, value[0]) if value else call
 
-    def _within(self, site: Site, visit: Callable[[Any], Any], node: Any) -> Any:
-        outer, self._parent = self._parent, site
+    def _within(self, place: Site | Scope, visit: Callable[[Any], Any], node: Any) -> Any:
+        """Visit what is in a block, or in a function or class."""
+        outer = self._parent, self._at
+        self._parent, self._at = (place, self._at) if isinstance(place, Site) else (self._parent, place)
         new = visit(node)
-        self._parent = outer
+        self._parent, self._at = outer
         return new
 
     def _block(
@@ -265,8 +266,8 @@ class _Marker(ast.NodeTransformer):
 
     def _excuse(self, node: Any) -> tuple[str, Excuse]:
         """Say why a condition may have one value, and return what says so if only torch is asked for places."""
-        why = self._facts.excuse(node, self._function, self._owner)
-        parts = [n for each in self._facts.asked(node, self._function, self._owner) for n in ast.walk(each)]
+        why = self._facts.excuse(node, self._at)
+        parts = [n for each in self._facts.asked(node, self._at) for n in ast.walk(each)]
         own = {ast.unparse(n.value) for n in parts if isinstance(n, ast.Attribute) and n.attr in PLACES}
         held = _held(node) if why == MADE else set()
         self._held |= {n: self._site([node], ("",), _no, value=True).places[0] for n in held - self._held.keys()}
@@ -397,9 +398,8 @@ class _Marker(ast.NodeTransformer):
         return node
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
-        node.args, function, self._function = self.visit(node.args), self._function, None
-        node.body = self._arm(node.body)
-        self._function = function
+        node.args = self.visit(node.args)
+        node.body = self._within(self._at._replace(function=None), self._arm, node.body)
         return node
 
     def visit_comprehension(self, node: ast.comprehension) -> Any:
@@ -439,7 +439,7 @@ class _Marker(ast.NodeTransformer):
     visit_AsyncFor = visit_For
 
     def visit_Try(self, node: Any) -> Any:
-        imports = any(isinstance(s, (ast.Import, ast.ImportFrom)) for s in node.body) and self._function is None
+        imports = any(isinstance(s, (ast.Import, ast.ImportFrom)) for s in node.body) and self._at.function is None
         excuse: Excuse = (lambda _: "with other packages") if imports else _no
         node.body = self._block(node.body)
         for handler in node.handlers:
@@ -491,17 +491,11 @@ class _Marker(ast.NodeTransformer):
             self.unseen.append(node.lineno)
             return node
         node.decorator_list, node.args = [self.visit(d) for d in node.decorator_list], self.visit(node.args)
-        outer, why = self._function, self._facts.uncalled(node, self._owner)
-        self._function = node
-        node.body = self._block(node.body, lambda _: why, name=node.name)
-        self._function = outer
+        why, at = self._facts.uncalled(node, self._at.owner), self._at._replace(function=node)
+        node.body = self._within(at, partial(self._block, excuse=lambda _: why, name=node.name), node.body)
         return node
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
-        outer = self._owner, self._function
-        self._owner, self._function = node, None
-        self.generic_visit(node)
-        self._owner, self._function = outer
-        return node
+        return self._within(Scope(owner=node), self.generic_visit, node)

@@ -13,7 +13,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -56,11 +56,20 @@ PLACES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_floating_point"
 MADE = "if it is made with other arguments"
 _BY_NAME = 1 << 16  # the place of what is given by its name alone
 Function = Any  # of ast: FunctionDef or AsyncFunctionDef; or none
-Class = ast.ClassDef | None
-Call = tuple[ast.Call, Function, Class]  # and where it is
-Stored = tuple[ast.expr | None, Function, Class]
 Values = dict[str, list[tuple[ast.expr | None, tuple[int, int], int, int]]]
 _Found = TypeVar("_Found")
+
+
+class Scope(NamedTuple):
+    """Where something stands in the source: in which function, and in which class."""
+
+    function: Function = None
+    owner: ast.ClassDef | None = None
+
+
+Call = tuple[ast.Call, Scope]
+Stored = tuple[ast.expr | None, Scope]
+_ANYWHERE = Scope()
 
 
 def _once(unknown: Any) -> Callable[[Callable[..., _Found]], Callable[..., _Found]]:
@@ -69,7 +78,7 @@ def _once(unknown: Any) -> Callable[[Callable[..., _Found]], Callable[..., _Foun
     def decorated(method: Callable[..., _Found]) -> Callable[..., _Found]:
         @functools.wraps(method)
         def asked(self: Excuses, *args: Any) -> _Found:
-            key = method.__name__, *(_position(a) if isinstance(a, ast.expr) else getattr(a, "lineno", a) for a in args)
+            key = method.__name__, *map(_position, args)
             if key not in self._known:
                 self._known[key] = unknown
                 self._known[key] = method(self, *args)
@@ -117,28 +126,29 @@ class Excuses:
         self._caught: list[str] = []
         self.from_text: list[int] = []
         self.opaque: list[int] = []
-        self._walk(tree, None, None)
+        self._walk(tree, _ANYWHERE)
         self._available = self._optional_packages(tree)
         self._has_os = self._imported.get("os") == "os"
         self._dynamic = bool(_DYNAMIC & set(self.names) or _ANSWERS & self._members)
         self.looks_up = _looks_up(tree)
         self._guards, self._conditions = _guards(tree), _conditions(tree)
 
-    def _walk(self, node: ast.AST, function: Function, owner: Class) -> None:
+    def _walk(self, node: ast.AST, at: Scope) -> None:
         for child in ast.iter_child_nodes(node):
-            inner, cls = function, owner
+            inner = at
             if isinstance(child, (ast.arg, ast.ExceptHandler, ast.pattern)):
                 self._arguments |= {str(vars(child).get(name)) for name in ("arg", "name", "rest")}
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                inner = self._functions[child.lineno] = child
+                self._functions[child.lineno] = child
+                inner = at._replace(function=child)
                 self._defined.add(child.name)
                 self.from_text += [child.lineno] * (child.name == "__del__")
-                self._members |= {child.name} if owner is not None else set()
+                self._members |= {child.name} if at.owner is not None else set()
                 self._bound[child.name] += 1
                 if isinstance(node, ast.Module) and isinstance(child.body[0], ast.Return):
                     self._short[child.name] = child.body[0].value
             elif isinstance(child, ast.ClassDef):
-                cls, inner = child, None
+                inner = Scope(owner=child)
                 self._defined.add(child.name)
                 self._classes[child.name] = child
                 self._defined |= {"metaclass"} if child.keywords else set()
@@ -148,11 +158,11 @@ class Excuses:
                 if not isinstance(child.ctx, ast.Load):
                     self._bind(child.id)
                     said = isinstance(node, ast.AnnAssign) and node.value is None  # and not defined
-                    self._members |= {child.id} if owner is not None and function is None and not said else set()
+                    self._members |= {child.id} if at.owner is not None and at.function is None and not said else set()
                 if child.id in _TEXTS:
                     self.from_text.append(child.lineno)
             elif isinstance(child, ast.Attribute):
-                self._attribute(node, child, function, owner)
+                self._attribute(node, child, at)
             elif isinstance(child, (ast.Import, ast.ImportFrom)):
                 for a in child.names:
                     module = child.module if isinstance(child, ast.ImportFrom) else a.name
@@ -166,12 +176,12 @@ class Excuses:
                 owner_of, _, called = _callee(child).rpartition(".")
                 if (owner_of, called) in _READERS and isinstance(child.args[0], ast.Constant):
                     self._variables[str(child.args[0].value)] += 1
-                self._calls.setdefault(called, []).append((child, function, owner))
+                self._calls.setdefault(called, []).append((child, at))
                 if called in _OPAQUE:
                     self.opaque.append(child.lineno)
             elif isinstance(child, (ast.Try, ast.TryStar)):
-                self._catches(child, function)
-            self._walk(child, inner, cls)
+                self._catches(child, at)
+            self._walk(child, inner)
 
     def _bind(self, name: str, module: str = "") -> None:
         self._bound[name] += 1
@@ -179,21 +189,21 @@ class Excuses:
         same = self._imported.get(name, module).split(".")[0] == module.split(".")[0]  # it may be imported twice
         self._imported[name] = module if same and name not in self._made else ""
 
-    def _attribute(self, parent: ast.AST, node: ast.Attribute, function: Function, owner: Class) -> None:
+    def _attribute(self, parent: ast.AST, node: ast.Attribute, at: Scope) -> None:
         self.names[node.attr] += 1
         if not isinstance(node.ctx, ast.Load):
             self.from_text += [node.lineno] * (node.attr == "__del__")
             self._defined.add(node.attr)
             value = parent.value if isinstance(parent, ast.Assign) and node in parent.targets else None
-            self._stored.setdefault(node.attr, []).append((value, function, owner))
+            self._stored.setdefault(node.attr, []).append((value, at))
         if node.attr in _TEXTS and ast.unparse(node.value) in ("builtins", "__builtins__", "types", "torch.jit"):
             self.from_text.append(node.lineno)
 
-    def _catches(self, node: Any, function: Function) -> None:
+    def _catches(self, node: Any, at: Scope) -> None:
         if any(isinstance(each, (ast.Return, ast.Break, ast.Continue)) for s in node.finalbody for each in ast.walk(s)):
             self._caught.append("BaseException")
         for handler in node.handlers:
-            if function is not None and not isinstance(handler.body[-1], ast.Raise):
+            if at.function is not None and not isinstance(handler.body[-1], ast.Raise):
                 kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
                 self._caught += ["BaseException" if kind is None else ast.unparse(kind) for kind in kinds]
 
@@ -242,7 +252,7 @@ class Excuses:
         said = map(_callee, function.decorator_list)
         return any(_KERNELS.fullmatch(name) and self._package(name) in ("triton", "numba") for name in said)
 
-    def uncalled(self, function: Function, owner: Class) -> str:
+    def uncalled(self, function: Function, owner: ast.ClassDef | None) -> str:
         """Say why a function need not run; empty if it must."""
         name = function.name
         if name == "backward" and not self._train:
@@ -265,13 +275,13 @@ class Excuses:
     # Conditions.
 
     @_once("")
-    def excuse(self, leaf: ast.expr, function: Function, owner: Class) -> str:
+    def excuse(self, leaf: ast.expr, at: Scope) -> str:
         """Say why a condition may have one value in the whole trial; empty if it may not."""
         if isinstance(leaf, ast.Call) and isinstance(leaf.func, ast.Name) and self._bound[leaf.func.id] == 1:
             inner = self._short.get(leaf.func.id)
-            return "" if inner is None else self.excuse(inner, None, None)
+            return "" if inner is None else self.excuse(inner, _ANYWHERE)
         if isinstance(leaf, ast.BoolOp):
-            parts = [self.excuse(value, function, owner) for value in leaf.values]
+            parts = [self.excuse(value, at) for value in leaf.values]
             return parts[0] if all(parts) else ""
         said = ast.unparse(leaf)
         if said in self._guards:
@@ -279,15 +289,15 @@ class Excuses:
         named = {n.id for n in ast.walk(leaf) if isinstance(n, ast.Name)}
         if _TRAINING.fullmatch(said):
             return "in another mode of the modules"
-        every = self.asked(leaf, function, owner)
+        every = self.asked(leaf, at)
         if all(_SOMEWHERE.fullmatch(ast.unparse(each)) for each in every) and not _PACKAGES & named & self._made:
             return "on other devices, for other dtypes or with other versions"
         if named and all(isinstance(n, _SIMPLE) for n in ast.walk(leaf)):
             if named <= self._available:
                 return "with other packages"
-            if function is not None and all(self._never_given(name, function, owner, leaf) for name in named):
+            if at.function is not None and all(self._never_given(name, at, leaf) for name in named):
                 return "with arguments that no call gives"
-        return MADE if self._fixed(leaf, function, owner) else ""
+        return MADE if self._fixed(leaf, at) else ""
 
     def _bindings(self, function: Function, name: str, leaf: ast.expr) -> list[ast.expr | None]:
         """List what a function may have set a name to before it comes to an expression; None if not plainly."""
@@ -306,50 +316,47 @@ class Excuses:
         return self._bound[name] == 1 and self.names[name] == 1 + self._conditions[name] and not hidden
 
     @_once(False)
-    def _never_given(self, name: str, function: Function, owner: Class, leaf: ast.expr) -> bool:
+    def _never_given(self, name: str, at: Scope, leaf: ast.expr) -> bool:
         """Say whether an argument has its default in each call, or is one like it, until it comes to an expression."""
-        given, (_, default) = self._passed(name, function, owner), _arguments(function).get(name, (0, None))
-        return given is not None and not self._bindings(function, name, leaf) and all(
-            isinstance(default, ast.Constant) if arg is None else isinstance(arg, ast.Name) and where is not None
-            and self._never_given(arg.id, where, cls, arg) for arg, where, cls in given
+        given, (_, default) = self._passed(name, at), _arguments(at.function).get(name, (0, None))
+        return given is not None and not self._bindings(at.function, name, leaf) and all(
+            isinstance(default, ast.Constant) if arg is None else isinstance(arg, ast.Name)
+            and where.function is not None and self._never_given(arg.id, where, arg) for arg, where in given
         )  # fmt: skip
 
-    def _passed(self, name: str, function: Function, owner: Class) -> list[Stored] | None:
+    def _passed(self, name: str, at: Scope) -> list[Stored] | None:
         """List what each call gives for an argument, None where it leaves it out; None if that is not known."""
-        function, applied = self._functions[function.lineno], self._is_applied(function, owner)
-        at = _arguments(function).get(name, (-1, None))[0] - (owner is not None)
-        if at < 0 or self.looks_up or not (applied or all(map(self._is_transparent, function.decorator_list))):
+        function, owner = self._functions[at.function.lineno], at.owner
+        bases = self._classes[owner.name].bases if owner is not None and function.name == "forward" else ()
+        applied = any(ast.unparse(base).endswith("Function") for base in bases)  # of autograd, as by ``apply``
+        place = _arguments(function).get(name, (-1, None))[0] - (owner is not None)
+        if place < 0 or self.looks_up or not (applied or all(map(self._is_transparent, function.decorator_list))):
             return None
         if self.attribute == (owner.name if owner is not None and function.name == "forward" else function.name):
             others = self._calls.get("self") or self._calls.get(self.attribute) or "__call__" in self.names
-            return None if at < self._given or others or self.names["forward"] else [(None, None, None)]
-        calls, found = self._calls_of(function, owner), list[Stored]()
-        for call, where, within in calls or ():
+            return None if place < self._given or others or self.names["forward"] else [(None, _ANYWHERE)]
+        calls, found = self._calls_of(function.name, owner.name if owner and applied else ""), list[Stored]()
+        for call, where in calls or ():
             if any(isinstance(arg, ast.Starred) for arg in call.args) or any(k.arg is None for k in call.keywords):
                 return None
             bound = owner is None or applied or re.match(r"(self|super\(\))\.\w+$", _callee(call))
-            given = [*call.args[at : at + 2 - bool(bound)], *(k.value for k in call.keywords if k.arg == name)]
-            found += [(each, where, within) for each in given] or [(None, None, None)]  # or with self as one
+            given = [*call.args[place : place + 2 - bool(bound)], *(k.value for k in call.keywords if k.arg == name)]
+            found += [(each, where) for each in given] or [(None, _ANYWHERE)]  # or with self as one
         return None if calls is None else found
 
-    def _calls_of(self, function: Function, owner: Class) -> list[Call] | None:
-        """List the calls that may be of a function; None if others may be."""
-        if owner is not None and self._is_applied(function, owner):
-            calls = [c for c in self._calls.get("apply", []) if _callee(c[0]) == f"{owner.name}.apply"]
-            return calls if len(calls) == self.names[owner.name] else None
-        calls = self._calls.get(function.name, [])
-        if len(calls) != self.names[function.name] or function.name in self.strings:
+    def _calls_of(self, function: str, applied: str) -> list[Call] | None:
+        """List the calls that may be of a function, or of one of autograd in this class; None if others may be."""
+        if applied:
+            calls = [c for c in self._calls.get("apply", []) if _callee(c[0]) == f"{applied}.apply"]
+            return calls if len(calls) == self.names[applied] else None
+        calls = self._calls.get(function, [])
+        if len(calls) != self.names[function] or function in self.strings:
             return None
-        if function.name == "forward":  # then any module may be this one
+        if function == "forward":  # then any module may be this one
             every = [call for some in self._calls.values() for call in some]
             called = [c for c in every if re.match(r"self\.|\w+$", _callee(c[0]))]
             calls = calls + [c for c in called if not getattr(builtins, _callee(c[0]), None)]
         return calls
-
-    def _is_applied(self, function: Function, owner: Class) -> bool:
-        """Say whether it is the forward of a function of autograd, which is called by ``apply``."""
-        bases = self._classes[owner.name].bases if owner is not None and function.name == "forward" else ()
-        return any(ast.unparse(base).endswith("Function") for base in bases)
 
     def _is_transparent(self, decorator: ast.expr) -> bool:
         """Say whether a decorator passes on the arguments of a call as they are."""
@@ -362,72 +369,72 @@ class Excuses:
         return self._imported.get(name.split(".")[0], "").split(".")[0]
 
     @_once({})
-    def _meant(self, node: ast.expr, function: Function, owner: Class) -> dict[Any, tuple[Any, Function, Class]]:
+    def _meant(self, node: ast.expr, at: Scope) -> dict[Any, tuple[Any, Scope]]:
         """Return the expressions for which a local name stands, by all calls; none if they are not known."""
         if not isinstance(node, ast.Name) or node.id == "self":
-            return {_position(node): (node, function, owner)}
-        given = self._passed(node.id, function, owner) if node.id in _arguments(function) else []
-        if function is None or given is None:
+            return {_position(node): (node, at)}
+        given = self._passed(node.id, at) if node.id in _arguments(at.function) else []
+        if at.function is None or given is None:
             return {}
-        each = [*((value, function, owner) for value in self._bindings(function, node.id, node)), *given]
-        found = [{} if v is None else self._meant(v, f, c) for v, f, c in each]
-        return {key: each for some in found for key, each in some.items()} if all(found) else {}
+        each = [*((value, at) for value in self._bindings(at.function, node.id, node)), *given]
+        found = [{} if value is None else self._meant(value, where) for value, where in each]
+        return {key: one for some in found for key, one in some.items()} if all(found) else {}
 
-    def asked(self, leaf: ast.expr, function: Function, owner: Class) -> list[ast.expr]:
+    def asked(self, leaf: ast.expr, at: Scope) -> list[ast.expr]:
         """Return a condition; where it ends with a local name, with each expression for which that stands."""
         if not isinstance(leaf, ast.Compare) or not isinstance(leaf.comparators[-1], ast.Name):
             return [leaf]
-        ends = [end for end, *_ in self._meant(leaf.comparators[-1], function, owner).values()]
+        ends = [end for end, _ in self._meant(leaf.comparators[-1], at).values()]
         asks = [ast.Compare(leaf.left, leaf.ops, [*leaf.comparators[:-1], end]) for end in ends]
         return [_placed(each, leaf) for each in asks] or [leaf]
 
     @_once(False)
-    def _fixed(self, node: ast.expr, function: Function, owner: Class) -> bool:
+    def _fixed(self, node: ast.expr, at: Scope = _ANYWHERE) -> bool:
         """Say whether an expression has one value for all that a module lives."""
         if isinstance(node, (ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp, ast.Constant)):
-            return all(self._fixed(c, function, owner) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr))
+            return all(self._fixed(c, at) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            stores, cls = self._stores(node.attr, owner), self._classes.get(owner.name) if owner else None
+            stores, cls = self._stores(node.attr, at), self._classes.get(at.owner.name) if at.owner else None
             if cls is not None and not self._stored.get(node.attr):
                 return self._set_once(node.attr, cls.body)
             return len(stores) == 1 and self._fixed(*stores[0])
         if isinstance(node, ast.Attribute):
             named = ast.unparse(node.value) == "torch" and "torch" not in self._made
             of_torch = named and isinstance(getattr(torch, node.attr, None), torch.dtype)
-            return of_torch or (not self._changed(node.attr) and self._fixed(node.value, function, owner))
+            return of_torch or (not self._changed(node.attr) and self._fixed(node.value, at))
         if isinstance(node, ast.Name):
-            values, given = self._bindings(function, node.id, node), _arguments(function)
-            if any(value is None or not self._fixed(value, function, owner) for value in values):
+            values, given = self._bindings(at.function, node.id, node), _arguments(at.function)
+            if any(value is None or not self._fixed(value, at) for value in values):
                 return False
             if node.id not in given:
                 return bool(values) or self._set_once(node.id, self._body)
-            constant = all(default is None or self._fixed(default, None, None) for _, default in given.values())
-            made = owner is not None and function.name == "__init__" and node.id != next(iter(given)) and constant
-            return made and self._made_once(owner)  # type: ignore[arg-type]
+            constant = all(default is None or self._fixed(default) for _, default in given.values())
+            made = at.owner is not None and at.function.name == "__init__" and node.id != next(iter(given))
+            return made and constant and self._made_once(at.owner)  # type: ignore[arg-type]
         if isinstance(node, ast.Call):
-            return self._is_record(_callee(node)) and all(self._fixed(a, function, owner) for a in _given(node))
+            return self._is_record(_callee(node)) and all(self._fixed(a, at) for a in _given(node))
         if not isinstance(node, ast.Compare):
             return False
         said, left = ast.unparse(node), node.left
         if is_asked := _ASKED.fullmatch(said):
-            stores, others = self._stores(is_asked[1], owner), self._stored.get(is_asked[2], ())
-            later = is_asked[2] in self._members or any(f is None or f.name != "__init__" for _, f, _ in others)
+            stores, others = self._stores(is_asked[1], at), self._stored.get(is_asked[2], ())
+            later = is_asked[2] in self._members or not all(_is_made_in(where) for _, where in others)
             return bool(stores) and not later and all(self._is_or_is_none(*store) for store in stores)
         if _ASKED.fullmatch(f"self.{said}"):  # of what a function is given
             part = left.attr if isinstance(left, ast.Attribute) else ""
-            found = self._meant(left.value if isinstance(left, ast.Attribute) else left, function, owner).values()
-            asked = [(ast.Compare(ast.Attribute(v, part) if part else v, node.ops, node.comparators), f, c)
-                     for v, f, c in found]  # fmt: skip
+            found = self._meant(left.value if isinstance(left, ast.Attribute) else left, at).values()
+            asked = [(ast.Compare(ast.Attribute(value, part) if part else value, node.ops, node.comparators), where)
+                     for value, where in found]  # fmt: skip
             if asked:
-                return all(self._fixed(_placed(each, node), f, c) for each, f, c in asked)
-        return all(self._fixed(c, function, owner) for c in (left, *node.comparators))
+                return all(self._fixed(_placed(each, node), where) for each, where in asked)
+        return all(self._fixed(c, at) for c in (left, *node.comparators))
 
     def _set_once(self, name: str, body: list[ast.stmt]) -> bool:
         """Say whether one statement of a body sets a name, to a fixed value, and nothing sets it otherwise."""
         set_here = [n.value for n in body if isinstance(n, (ast.Assign, ast.AnnAssign)) and name in map(
             ast.unparse, n.targets if isinstance(n, ast.Assign) else [n.target])]  # fmt: skip
         once = self._bound[name] == 1 and not self._changed(name) and name not in self._arguments
-        return once and all(v is not None and self._fixed(v, None, None) for v in set_here or [None])
+        return once and all(v is not None and self._fixed(v) for v in set_here or [None])
 
     def _hidden(self, name: str) -> bool:
         """Say whether what is done to something of this name may not be seen."""
@@ -446,30 +453,30 @@ class Excuses:
         known &= self._bound[name] == 1 and not cls.keywords and self.names["__init__"] == len(made)
         return known and self._package(kind[0]) in ("typing", "dataclasses") and all(
             isinstance(n, ast.AnnAssign) and not self._changed(ast.unparse(n.target))
-            and (n.value is None or self._fixed(n.value, None, None))
+            and (n.value is None or self._fixed(n.value))
             for n in cls.body[ast.get_docstring(cls) is not None :]
         )  # fmt: skip
 
-    def _stores(self, name: str, owner: Class) -> list[tuple[ast.expr, Function, Class]]:
+    def _stores(self, name: str, at: Scope) -> list[tuple[ast.expr, Scope]]:
         """List what is stored in an attribute, if that is done where modules of a class are made and nowhere else."""
         stores = self._stored.get(name, [])
-        named = [] if owner is None else [owner.name, *map(ast.unparse, owner.bases)]  # also of what it inherits from
-        within = all(v and f and c and f.name == "__init__" and c.name in named for v, f, c in stores)
+        named = [] if at.owner is None else [at.owner.name, *map(ast.unparse, at.owner.bases)]  # also what it inherits
+        within = all(v and _is_made_in(made) and made.owner and made.owner.name in named for v, made in stores)
         lost = self._hidden(name) or name in self._members or not within
         return [] if lost else stores  # type: ignore[return-value]
 
-    def _is_or_is_none(self, node: ast.expr, function: Function, owner: Class) -> bool:
+    def _is_or_is_none(self, node: ast.expr, at: Scope) -> bool:
         """Say whether it is fixed whether a value is None."""
         if isinstance(node, ast.IfExp):
-            arms = (self._is_or_is_none(arm, function, owner) for arm in (node.body, node.orelse))
-            return self._fixed(node.test, function, owner) and all(arms)
+            arms = (self._is_or_is_none(arm, at) for arm in (node.body, node.orelse))
+            return self._fixed(node.test, at) and all(arms)
         name = _callee(node)
         if isinstance(node, ast.Call) and name.rpartition(".")[2][:1].isupper():  # a class makes no None
             first = name.split(".")[0]
             own = first in self._classes and self._bound[first] == 1 and not {"__new__", "metaclass"} & self._defined
             if own or self._package(first):
                 return True
-        return self._fixed(node, function, owner)
+        return self._fixed(node, at)
 
     def _made_once(self, owner: ast.ClassDef) -> bool:
         """Say whether modules of a class are made where the judged one is, from fixed arguments."""
@@ -477,9 +484,8 @@ class Excuses:
         if self._hidden(owner.name) or self.names[owner.name] > len(calls):
             return False
         return not calls if owner.name == self.attribute else bool(calls) and all(
-            cls is not None and (cls.name, cls.lineno) != here and where is not None and where.name == "__init__"
-            and all(self._fixed(a, where, cls) for a in _given(call))
-            for call, where, cls in calls
+            at.owner is not None and (at.owner.name, at.owner.lineno) != here and _is_made_in(at)
+            and all(self._fixed(a, at) for a in _given(call)) for call, at in calls
         )  # fmt: skip
 
 
@@ -571,13 +577,23 @@ def _given(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(k.value for k in call.keywords)]
 
 
+def _is_made_in(at: Scope) -> bool:
+    """Say whether modules of a class are made here."""
+    return at.function is not None and at.function.name == "__init__"
+
+
 def _placed(made: ast.expr, where: ast.expr) -> ast.expr:
     """Give an expression that was made here the place of one in the source."""
     return ast.fix_missing_locations(ast.copy_location(made, where))
 
 
-def _position(node: ast.expr) -> tuple[Any, ...]:
-    return ast.unparse(node), node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+def _position(it: Any) -> Any:
+    """Say which one an expression, a scope or a class is, whatever object stands for it."""
+    if isinstance(it, Scope):
+        return tuple(map(_position, it))
+    if isinstance(it, ast.expr):
+        return ast.unparse(it), it.lineno, it.col_offset, it.end_lineno, it.end_col_offset
+    return getattr(it, "lineno", it)
 
 
 @functools.lru_cache(64)

@@ -283,14 +283,12 @@ class Surroundings:
     def _reach(self, event: str, what: Any) -> None:
         """Note an event if the program asked for it itself, or by Python's library, and no import did."""
         frame = sys._getframe(2)
-        while frame.f_back is not None and self._is_librarys(frame.f_code.co_filename):
+        while (file := frame.f_code.co_filename) == __file__ or (file.startswith(_LIBRARY) and "-packages" not in file):
+            if frame.f_back is None:
+                break
             frame = frame.f_back
-        if frame.f_code.co_filename.startswith(self._folder):
+        if file.startswith(self._folder):
             self._reached.append(f"{event} {what!s:.80}")
-
-    @staticmethod
-    def _is_librarys(file: str) -> bool:
-        return file == __file__ or (file.startswith(_LIBRARY) and "-packages" not in file)
 
     def _listen(self) -> None:
         """Write down which functions are to run at exit, and at each event; Python does not tell."""
