@@ -230,13 +230,14 @@ class _Region:
         return found
 
     def states(self, k: _Operand, values: list[_Operand], q: _Operand) -> list[Node]:
-        """Return sums that are shaped as a state is, and depend on keys and values, but not on queries."""
+        """List sums shaped as a state, or as those of all chunks, of keys and values, but not of queries."""
         size = [value(part.node).shape[-1] for part in (k, values[0])]
         needed = {part.node for part in (k, *values)}
         return [
             node for node, read in self.reached.items()
-            if node.target in SUMS and value(node).dim() == value(k.node).dim() and needed <= read
-            and q.node not in read and list(value(node).shape[-2:]) == size
+            if node.target in (*SUMS, aten.cumsum.default) and needed <= read and q.node not in read
+            and value(node).dim() == value(k.node).dim() + (node.target not in SUMS)
+            and list(value(node).shape[-2:]) == size
         ]  # fmt: skip
 
     @cached_property
@@ -323,12 +324,13 @@ def _read(root: Node, time: int, chunks: tuple[int, int]) -> _Rule | None:
             return None
         others = region.others(fade)
         initial = next(iter(others), None)
-        if len(others) > 1 or (initial and value(initial).shape != value(states[-1]).shape):
+        one_by_one = [node for node in states if node.target in SUMS]
+        if len(others) > 1 or (initial and value(initial).shape not in [value(node).shape for node in one_by_one]):
             return None
         own, read, beta = (values, [], None) if reads is None else _without_strengths(k, values, reads)
         if len(narrow) > (reads is not None and beta is None) or (reads is None and early):
             return None
-        last = [node for node in states if node not in region.nodes]
+        last = [node for node in one_by_one if node not in region.nodes]
         return _Rule(
             root, time, last[-1] if last else None, q, k, own, read, under, g, fade, chunks[1], early,
             beta or next(iter(narrow), None), reads is not None, initial, _scale(q, region),
@@ -444,7 +446,7 @@ def _readers(part: _Operand, region: _Region) -> set[object]:
     """Name the operations that read an operand in chunks."""
     found, stack = set[object](), region.pieces(part)
     while stack:
-        for user in stack.pop().users:
+        for user in stack.pop().users.keys() & region.nodes:
             if is_view(user) or user.target is _CONVERT:  # copies are views here
                 stack.append(user)
             else:

@@ -237,6 +237,27 @@ def test_training_of_tokens_that_decay_alike(erase):
     check_training(all_alike("a factor of its own", erase, True), given)
 
 
+def by_cumulative_sums(q, k, v, shift=1):
+    """Sum what chunks write up to the one before, for all chunks at once, and look at a sum of keys besides."""
+    a, b, c = (x.transpose(1, 2).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
+    states = F.pad((b.mT @ c).cumsum(2), (0, 0) * 2 + (shift, 0))[:, :, : a.shape[2]]
+    y = (a * 0.5) @ states + ((a * 0.5) @ b.mT).tril() @ c
+    return y.flatten(2, 3).transpose(1, 2), b.cumsum(-2).sum()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_states_that_are_cumulative_sums(rewritten, seed):
+    q, k, v, *_ = given_alike(False, torch.Generator().manual_seed(seed))
+    outcome = rewritten(by_cumulative_sums, q, k, v)
+    assert outcome.names == ["fuse chunked linear attention"]
+    assert not [target for target in outcome.targets if "mm" in target]
+    for got, want in zip(outcome.after, by_cumulative_sums(*(x.double() for x in (q, k, v))), strict=True):
+        assert (got - want).norm() <= 64 * unit_roundoff(torch.float32) * want.norm()
+    (found,) = rewritten(lambda *xs: by_cumulative_sums(*xs, shift=0), q, k, v).rewrites
+    drawn = [0.5 * torch.rand(x.meta["val"].shape) for x in found.original.graph.find_nodes(op="placeholder")]
+    assert "[not-equal]" in validate_region(found, drawn, Options(accept="always")).reason
+
+
 def test_dynamic_lengths_stay_right(rewritten):
     def joined(x):
         return torch.cat([x[:, :3], x[:, 3:6], torch.cat([x, 2 * x], 1)], 1).reshape(2, -1, 3).sum(-1)
