@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,14 @@ class Builder:
             return x
         return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
+    def full(self, number: Any, like: Node, shape: Sequence[Size] = ()) -> Node:
+        """Return a tensor full of a number, of a shape and with the dtype and device of ``like``."""
+        return self.call(aten.full.default, list(shape), number, dtype=value(like).dtype, device=value(like).device)
+
+    def stack(self, xs: Sequence[Node], axis: int = 0) -> Node:
+        """Stack tensors along a new axis; Inductor, which has no code for ``aten.stack``, does the same."""
+        return self.call(aten.cat.default, [self.call(aten.unsqueeze.default, x, axis) for x in xs], axis)
+
     def expand(self, x: Node, shape: Sequence[Size]) -> Node:
         """Expand, unless the shape is right already."""
         return x if tuple(value(x).shape) == tuple(shape) else self.call(aten.expand.default, x, list(shape))
@@ -209,16 +217,16 @@ def is_constant(node: Node) -> bool:
 
 def upstream(node: Node) -> set[Node]:
     """Return a node and all that it depends on."""
-    return _reached(node, lambda x: x.all_input_nodes)
+    return _reached([node], lambda x: x.all_input_nodes)
 
 
-def downstream(node: Node) -> set[Node]:
-    """Return a node and all that depends on it."""
-    return _reached(node, lambda x: x.users)
+def downstream(*nodes: Node, until: Container[Node] = ()) -> set[Node]:
+    """Return nodes and all that depends on them, but not what depends on those of ``until`` alone."""
+    return _reached(nodes, lambda x: () if x in until else x.users)
 
 
-def _reached(node: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    stack, seen = [node], set[Node]()
+def _reached(nodes: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    stack, seen = [*nodes], set[Node]()
     while stack:
         x = stack.pop()
         if x not in seen:

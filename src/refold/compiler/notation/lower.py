@@ -160,7 +160,7 @@ class _Lowering:
     def _cast(self, step: Equation) -> Operand:
         x = self._read(step.reads[0])
         dtype = getattr(torch, step.options["dtype"])
-        return Operand(self.build.call(aten._to_copy.default, x.node, dtype=dtype), x.axes)
+        return Operand(self.build.cast(x.node, dtype), x.axes)
 
     def _fill(self, step: Equation) -> Operand:
         dtype = getattr(torch, step.options["dtype"])

@@ -174,7 +174,7 @@ def _signs(facts: Corrections) -> tuple[Node, Node]:
     """
     emit, (_, factors) = facts.emit, facts.decay
     x = facts.laid(factors, 1.0, [facts.key if any(facts.key in term.spans() for term in factors) else None])
-    one, minus = (emit.call(aten.full_like.default, x, number) for number in (1.0, -1.0))
+    one, minus = (emit.full(sign, x) for sign in (1.0, -1.0))
     own = emit.call(aten.where.self, emit.call(aten.lt.Scalar, x, 0), minus, one)
     return emit.call(aten.cumprod.default, own, 1), own
 

@@ -110,7 +110,7 @@ class Tokens:
         return self.emit.call(aten.cat.default, [x, self._full(one, number)], axis)
 
     def _full(self, like: Node, number: float) -> Node:
-        return self.emit.call(aten.full_like.default, like, number)
+        return self.emit.full(number, like, value(like).shape)
 
     def _per_key(self, g: Node, like: Node) -> Node:
         if value(g).dim() == value(like).dim():
@@ -122,6 +122,6 @@ class Tokens:
         like = next((x for x in xs if x is not None), None)
         if like is None or len(xs) == 1:
             return like
-        stacked = self.emit.call(aten.stack.default, [self._full(like, other) if x is None else x for x in xs], 2)
+        stacked = self.emit.stack([self._full(like, other) if x is None else x for x in xs], 2)
         batch, _, _, *rest = value(stacked).shape
         return self.emit.reshape(stacked, [batch, self.steps * self.each, *rest])

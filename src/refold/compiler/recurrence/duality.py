@@ -142,8 +142,7 @@ def _signs(emit: Builder, decays: Factors, order: list[Any], shape: list[int]) -
     """
     laid = lay(emit, decays.terms, [*order, None], shape, decays.number)
     assert laid is not None  # decays run along no other axis
-    val = value(laid)
-    one, minus = (emit.call(aten.full.default, [], s, dtype=val.dtype, device=val.device) for s in (1.0, -1.0))
+    one, minus = (emit.full(sign, laid) for sign in (1.0, -1.0))
     signs = emit.call(aten.where.self, emit.call(aten.lt.Scalar, laid, 0), minus, one)
     return emit.call(aten.cumprod.default, signs, 1)
 
@@ -329,9 +328,9 @@ def logarithm(emit: Builder, term: Placed) -> Node:
     inner = unalias(term.node)
     if inner.target is aten.exp.default and value(inner).dim() == len(term.state_axes):
         return arg(inner, 0)
-    val = value(term.node)
-    log = emit.call(aten.log.default, emit.call(aten.clamp_min.default, term.node, torch.finfo(val.dtype).tiny))
-    never = emit.call(aten.full.default, [], -inf, dtype=val.dtype, device=val.device)
+    tiny = torch.finfo(value(term.node).dtype).tiny
+    log = emit.call(aten.log.default, emit.call(aten.clamp_min.default, term.node, tiny))
+    never = emit.full(-inf, term.node)
     # Where the factor is zero no gradient may pass the logarithm; a NaN stays one.
     return emit.call(aten.where.self, emit.call(aten.le.Scalar, term.node, 0), never, log)
 

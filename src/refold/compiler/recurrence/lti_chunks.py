@@ -74,7 +74,7 @@ def lti_scan(emit: Builder, query: Node, key: Node, decay: Node, x: Node, initia
     places = call(aten.slice.Tensor, at, 0, 0, length)
     apart = call(aten.sub.Tensor, emit.reshape(places, [length, 1]), emit.reshape(places, [1, length]))
     toeplitz = call(aten.index.Tensor, response, [None, call(aten.clamp_min.default, apart, 0)])
-    zero = emit.call(aten.full.default, [], 0.0, dtype=value(x).dtype, device=value(x).device)
+    zero = emit.full(0.0, x)
     toeplitz = call(aten.where.self, call(aten.ge.Scalar, apart, 0), toeplitz, zero)
     inputs = emit.permute(emit.reshape(x, [rows, chunks, length, columns]), [0, 2, 1, 3])
     inputs = emit.reshape(inputs, [rows, length, chunks * columns])
@@ -86,7 +86,7 @@ def lti_scan(emit: Builder, query: Node, key: Node, decay: Node, x: Node, initia
     added = emit.reshape(call(aten.bmm.default, left, inputs), [rows, k, chunks, columns])
     whole = emit.reshape(call(aten.select.int, powers, 1, length), [rows, 1, k, 1])
     if initial is None:
-        initial = emit.call(aten.full.default, [rows, k, columns], 0.0, dtype=value(x).dtype, device=value(x).device)
+        initial = emit.full(0.0, x, [rows, k, columns])
     parts = emit.expand(whole, [rows, chunks, k, columns]), emit.permute(added, [0, 2, 1, 3]), initial
     dense = [emit.call(aten.clone.default, m, memory_format=torch.contiguous_format) for m in parts]
     scan = call(SCAN.target, *SCAN.args(a=dense[0], x=dense[1], initial_state=dense[2]))
@@ -117,8 +117,7 @@ def finite_part(emit: Builder, x: Node, time: int) -> tuple[Node, Node]:
         The values, with zeros for those that are not finite; and what is to be added to the product: NaN from the first
         value on that is not finite, zero before.
     """
-    val = value(x)
-    zero, never = (emit.call(aten.full.default, [], c, dtype=val.dtype, device=val.device) for c in (0.0, nan))
+    zero, never = (emit.full(c, x) for c in (0.0, nan))
     finite = emit.call(aten.lt.Scalar, emit.call(aten.abs.default, x), inf)
     since = emit.call(aten.cumsum.default, emit.call(aten.where.self, finite, zero, never), time)
     return emit.call(aten.where.self, finite, x, zero), since

@@ -41,8 +41,7 @@ class LoopVectorizer(StepAlgebra):
         if not isinstance(x, Node):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
                 raise NotALoop("initial-state", f"`{name_of(like)}` is {x!r} before the first step, not a number")
-            val = value(like)
-            return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
+            return self.emit.full(x, like, value(like).shape)
         if not is_tensor(x):
             raise NotALoop("carry-not-tensor", f"the state before the first step, `{name_of(x)}`, is not one tensor")
         x = self._known(x)
@@ -236,15 +235,15 @@ class LoopVectorizer(StepAlgebra):
             for row, own in zip(entries, shapes, strict=False)
             for entry in row
         ]
-        matrix = emit.call(aten.stack.default, flat)
+        matrix = emit.stack(flat)
         matrix = emit.reshape(matrix, [rows, len(loops), *value(matrix).shape[1:]])
         offsets = [whole(part or Value(0.0), True, own, shape) for part, own in zip(parts, shapes, strict=False)]
-        offset = emit.call(aten.stack.default, offsets)
+        offset = emit.stack(offsets)
         offset = emit.dense(offset) if val.device.type == "cpu" else offset
         initial = [emit.cast(self._tensor(loop.initial, loop.steps[-1]), val.dtype) for loop in loops]
         begun = any(isinstance(loop.initial, Node) or loop.initial for loop in loops)  # a zero is nothing to multiply
         starts = [shaped(x, shape) for x in initial] if begun else []
-        start = emit.cast(emit.call(aten.stack.default, starts), dtype) if begun else None
+        start = emit.cast(emit.stack(starts), dtype) if begun else None
         copies = [loops.index(copied[loop]) for loop in loops[rows:]]
         solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, first.reverse, copies), val.dtype)
         for i, (loop, start) in enumerate(zip(loops, initial, strict=True)):

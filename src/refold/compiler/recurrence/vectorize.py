@@ -57,8 +57,7 @@ class Value:
             return self.node
         if not isinstance(self.node, Node):
             assert like is not None
-            val = value(like)
-            return emit.call(aten.full.default, [steps, *val.shape], self.node, dtype=val.dtype, device=val.device)
+            return emit.full(self.node, like, [steps, *value(like).shape])
         return emit.call(aten.expand.default, self.node, [steps, *value(self.node).shape])
 
 
