@@ -9,7 +9,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from refold.bench.recurrences import RECURRENCES  # noqa: E402
+from refold.compiler.dynamo.capture.trace import SHORTEST  # noqa: E402
 from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM  # noqa: E402
+from support import chunked_deltas  # noqa: E402
 from support.scans import compiled, flat, operators  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +78,27 @@ def test_public_recurrence(name, grad, cuda):
     for got, eager, want in zip(*map(flat, results), strict=True):
         error, bound = ((a.double() - want).norm() / want.norm() for a in (got, eager))
         assert error <= 16 * bound + 1e-6
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("decay", ["head", "key", "none"])
+@pytest.mark.parametrize("chunks", [3, SHORTEST + 1])
+def test_delta_rule_in_chunks(chunks, decay, grad, cuda):
+    """Under a default device, Dynamo writes methods of tensors in place of functions."""
+    q, k, v, g, beta = chunked_deltas.inputs(chunks * chunked_deltas.CHUNK - 1, decay, n=16)
+    mild = g if g is None else 0.1 * g  # what is forgotten has small gradients, which err more
+    given = [x if x is None else x.to(cuda) for x in (q, k, v, mild, beta)]
+    torch.set_default_device(cuda)
+    run, results = compiled(chunked_deltas.chunked), []
+    for program, dtype in ((run, torch.float32), (chunked_deltas.chunked, torch.float64)):
+        leaves = [x if x is None else x.to(dtype, copy=True).requires_grad_(grad) for x in given]
+        found = flat(program(*leaves))
+        if grad:
+            sum(y.square().sum() for y in found).backward()
+        results.append([x.detach() for x in (*found, *(x.grad for x in leaves if grad and x is not None))])
+    assert operators(run) == ["delta_rule"] * 2
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from .compile_time import WITH_BACKWARD
 from .dynamo import rewriting_before_autograd
 from .inductor import clone_inputs, duplicate, with_part
-from .ir.captured_loop import captured_loops, loop_nodes, parts
+from .ir.captured_loop import captured_loops, loop_nodes, parts, takes_chunks
 from .ir.cost import Cost, computing, has_pointwise_kernels
 from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
@@ -52,14 +52,18 @@ class EarlyRewrites:
 
     def rewrite(self) -> Cost:
         """Replace what stands; return what that saves."""
-        return self._rewrite_captured() + self._rewrite_forward()
+        saved = self._rewrite_captured(chunks=False) + self._rewrite_forward()
+        # What is around loops over chunks may be more than the scans that they are.
+        if any(loops_of(self.gm, path, chunks=True) for path in parts(self.gm)):
+            saved += self._rewrite_captured(chunks=True) + self._rewrite_forward()
+        return saved
 
-    def _rewrite_captured(self) -> Cost:
+    def _rewrite_captured(self, chunks: bool) -> Cost:
         """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
         saved = Cost()
         for path in parts(self.gm):
             part: Any = self.gm.get_submodule(".".join(path))
-            names = [call.name for call in captured_loops(part)]
+            names = [call.name for call in loops_of(self.gm, path, chunks)]
             if not names:
                 continue
             from .dynamo.to_scan import describe_loop
@@ -155,15 +159,21 @@ class EarlyRewrites:
         return [found[name] for name in names]
 
 
+def loops_of(gm: GraphModule, path: Sequence[str], chunks: bool) -> list[Node]:
+    """List the captured loops of a part of a graph that take chunks where operators have kernels, or the others."""
+    part: Any = gm.get_submodule(".".join(path))
+    return [x for x in captured_loops(part) if (_has_kernels(x.all_input_nodes) and takes_chunks(part, x)) == chunks]
+
+
+def _has_kernels(nodes: Sequence[Node]) -> bool:
+    given = [node.meta.get("example_value") for node in nodes]
+    return any(isinstance(x, torch.Tensor) and has_pointwise_kernels(x.device) for x in given)
+
+
 def tools_before_autograd(gm: GraphModule, training: bool) -> Any:
     """Return the module that rewrites graphs before autograd; None if PyTorch lacks what it needs, or it is of no use.
 
     In inference it is of use on devices where a convolution or a norm becomes an operator, and where loops stayed.
     """
-    given = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    pays = (
-        training
-        or loop_nodes(gm) > 0
-        or any(isinstance(x, torch.Tensor) and has_pointwise_kernels(x.device) for x in given)
-    )
+    pays = training or loop_nodes(gm) > 0 or _has_kernels(gm.graph.find_nodes(op="placeholder"))
     return rewriting_before_autograd() if pays else None

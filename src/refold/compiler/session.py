@@ -20,7 +20,7 @@ from .compile_time import inductor_seconds, layer_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
 from .dynamo.associative_scan import define_scans
 from .dynamo.scan_operation import scans_as_loops
-from .early_rewrites import EarlyRewrites, tools_before_autograd
+from .early_rewrites import EarlyRewrites, loops_of, tools_before_autograd
 from .external_cumsum import keep_scans_external
 from .inductor import (
     Compiled,
@@ -32,7 +32,7 @@ from .inductor import (
     sums_are_external,
     with_part,
 )
-from .ir.captured_loop import captured_loops, parts
+from .ir.captured_loop import parts
 from .ir.cost import Cost, computing, graph_cost
 from .ir.evaluate import values_at
 from .ir.fx import copied_graph, is_made, loop_operation
@@ -349,24 +349,28 @@ def describe_captured(gm: GraphModule, report: GraphReport) -> tuple[GraphModule
     """Return a graph as it would be rewritten before autograd, and the report with that."""
     notes, loops, rows = list(report.notes), list(report.loops), list(report.rewrites)
     gm = duplicate(define_scans(scans_as_loops(gm, notes), everywhere=True))
-    for path in parts(gm):
-        part: Any = gm.get_submodule(".".join(path))
-        for call in captured_loops(part):
-            from .dynamo.to_scan import describe_loop, find_scan
-
-            loop = describe_loop(part, call)
-            try:
-                found = find_scan(part, call)
-            except NotALoop as reason:  # the loop itself is listed when it is unrolled
-                notes.append(f"{STAYS} {reason.told_of(loop)}")
-                continue
-            loops.append(loop)
-            notes += found.notes
-            rows.append(row_of(found.rewrite))
-            found.splice()
-        part.recompile()
     training = report.mode == "training"
-    if (tools := tools_before_autograd(gm, training)) is not None:
+    for chunks in (False, True):  # as `EarlyRewrites` takes them
+        if chunks and not any(loops_of(gm, path, chunks) for path in parts(gm)):
+            break
+        for path in parts(gm):
+            part: Any = gm.get_submodule(".".join(path))
+            for call in loops_of(gm, path, chunks):
+                from .dynamo.to_scan import describe_loop, find_scan
+
+                loop = describe_loop(part, call)
+                try:
+                    found = find_scan(part, call)
+                except NotALoop as reason:  # the loop itself is listed when it is unrolled
+                    notes.append(f"{STAYS} {reason.told_of(loop)}")
+                    continue
+                loops.append(loop)
+                notes += found.notes
+                rows.append(row_of(found.rewrite))
+                found.splice()
+            part.recompile()
+        if (tools := tools_before_autograd(gm, training)) is None:
+            continue
         for path in parts(gm):
             if (more := tools.find_rewrites(gm, path, lambda _: True, notes, training=training)) is not None:
                 rows += map(row_of, more.rewrites)

@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, downstream, extract, is_constant, same_strides, upstream
-from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes
+from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes, takes_chunks
 from ..ir.fx import HALF, copied_graph, is_erased, is_made, is_tensor, registers_hook, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.operators import SCAN
@@ -119,13 +119,15 @@ def _worth_a_look(gm: GraphModule, training: bool) -> bool:
         return False  # the graph takes a derivative itself, by ``torch.func``; an operator brings one of its own
     if not training and _may_need_gradients(gm):
         return False  # a value may have one, although no result has
+    inverts = any(part in _name(node) for node in calls for part in _INVERTS)
     if loop_nodes(gm):
-        return bool(captured_loops(gm)) and any(part in _name(node) for node in calls for part in _INVERTS)
+        loops = captured_loops(gm)
+        return (bool(loops) and inverts) or any(takes_chunks(gm, call) for call in loops)
     if not training:  # without a convolution, passes after autograd find the same
         return any("conv1d" in _name(node) for node in calls)
     if any(node.target is SCAN.target or is_made(node) or _is_definition(gm, node) for node in calls):
         return True
-    if any(part in _name(node) for node in calls for part in ("cumsum", "conv")):
+    if inverts or any(part in _name(node) for node in calls for part in ("cumsum", "conv")):
         return True
     return levels(calls, lambda x: _name(x) in _PARTS, lambda x: _name(x) in _MULTIPLIES) >= FEWEST_LEVELS
 
@@ -322,7 +324,7 @@ class BeforeAutograd:
         own = [x for x, memory in self._memory.items() if memory & shared]
         calls = self._calls(shared)
         writers = [x for x in calls if x in self._loops or writes(x)]
-        if own[0].op != "call_function" or set(inputs) & set(own):
+        if own[0].op not in ("call_function", "call_method") or set(inputs) & set(own):
             return None
         others = [x for x in calls if x not in self._loops]
         inner = any(x.op == "call_module" or isinstance(x.target, HigherOrderOperator) for x in others)
@@ -377,11 +379,12 @@ class BeforeAutograd:
     def _drop_unseen_loops(self, notes: list[str]) -> None:
         """Erase loops of which nothing is used any more; whoever compiles the graph would unroll them first."""
         for call in captured_loops(self.gm):
-            after = set[Node]().union(*map(downstream, (call, *written(self.gm, call)))) - {call}
+            changed = written(self.gm, call)
+            after = downstream(call, *changed) - {call}
             for node in reversed(self.gm.graph.nodes):
                 if node in after and not (node.users or node.op in ("call_module", "output") or writes(node)):
                     self.gm.graph.erase_node(node)
-            if not call.users and not self._is_read(written(self.gm, call), call):
+            if not call.users and not self._is_read(changed, call):
                 loop = f"{STAYS} {describe_loop(self.gm, call)}"
                 notes[:] = [note for note in notes if not note.startswith(loop)]
                 self.gm.graph.erase_node(call)

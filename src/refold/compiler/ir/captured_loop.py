@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import has_preserved_node_meta
 
+from .builder import downstream
 from .fx import concrete, known
 
 
@@ -118,6 +119,24 @@ def loop_nodes(gm: GraphModule) -> int:
     loops: list[Any] = [(part, node) for part in graphs for node in captured_loops(part)]
     steps = [(part.get_submodule(str(node.target)), node) for part, node in loops]
     return sum(len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for loop, node in steps)
+
+
+def takes_chunks(gm: GraphModule, call: Node) -> bool:
+    """Tell whether a step of a loop multiplies matrices apart from its state, as one does that takes a chunk of tokens.
+
+    An outer product, whose result has more axes or which sums over one number, is none.
+    """
+    loop: Any = gm.get_submodule(str(call.target))
+    graph = loop.body.graph
+    stateful = downstream(*graph.find_nodes(op="placeholder")[: loop.carried])
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", node.target)
+        if name not in ("matmul", "bmm", "einsum") or node in stateful:
+            continue
+        made, *shapes = [x.meta["example_value"].shape for x in (node, *node.all_input_nodes)]
+        if len(made) > 2 and {*map(len, shapes)} == {len(made)} and (name == "einsum" or shapes[0][-1] != 1):
+            return True
+    return False
 
 
 def step_count(loop: CapturedLoop, call: Node) -> Any:

@@ -107,9 +107,13 @@ def plain_name(name: str) -> str:
 
 
 def _traced(node: Node) -> tuple[str, int, str, int | None]:
-    """Return file, line number, code, and the column in the code where the expression begins, if it is known."""
+    """Return file, line number, code, and the column in the code where the expression begins, if it is known.
+
+    A mode for torch's functions, such as a default device, calls each of them in a frame of its own, which is left out.
+    """
     lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if line.strip().startswith("File ")]
+    frames = [i for i in frames if not lines[i].endswith(" in __torch_function__")] or frames
     match = re.match(r'\s*File "(.*)", line (\d+)', lines[frames[-1]]) if frames else None
     if match is None:
         return "", 0, "", None

@@ -34,7 +34,7 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder, is_constant, sort_topologically, upstream
+from ..ir.builder import Builder, downstream, is_constant, sort_topologically, upstream
 from ..ir.fx import RESHAPES, SUMS, arg, is_tensor, is_training, value
 from ..ir.operators import RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
@@ -219,11 +219,7 @@ class _Region:
     def reached(self) -> dict[Node, frozenset[Node]]:
         """On which operands each node depends, of those that are computed from chunks that are not merged yet."""
         found = {node: frozenset([operand.node]) for node, operand in self.cuts.items()}
-        below, ahead = set[Node](), list(self.cuts)
-        while ahead:
-            users = set(ahead.pop().users) - below - {self.root}
-            below |= users
-            ahead.extend(users)
+        below = downstream(*self.cuts, until={self.root}) - {self.root}
         for node in sorted(below - found.keys()):
             if node.op == "call_function":
                 found[node] = frozenset[Node]().union(*(found[x] for x in node.all_input_nodes if x in found))
@@ -406,21 +402,25 @@ def _has_logarithm(fade: Node | float, state: Node) -> bool:
         return 0 < fade < math.inf
     if not is_tensor(fade) or value(fade).dim() > value(state).dim() or value(fade).shape[-1:] not in ((), (1,)):
         return False
-    node: Node = fade
-    while is_view(node) or node.target in _MOVES:
-        node = arg(node, 0)
-    return node.target is aten.exp.default
+    return _moved(fade)[-1].target is aten.exp.default
+
+
+def _moved(x: Node) -> list[Node]:
+    """List the moves of a value, the last first, and then what was moved."""
+    found = [x]
+    while is_view(found[-1]) or found[-1].target in _MOVES:
+        found.append(arg(found[-1], 0))
+    return found
 
 
 def _logarithm(build: Builder, fade: Node) -> Node:
     """Emit the logarithm of an exponential that was moved since."""
-    x = arg(fade, 0)
-    if fade.target is aten.exp.default:
-        return x
-    x = _logarithm(build, x)
-    if fade.target in RESHAPES:
-        return build.reshape(x, list(value(fade).shape))
-    return build.call(fade.target, x, *fade.args[1:], **fade.kwargs)
+    *moves, exponential = _moved(fade)
+    x = arg(exponential, 0)
+    for move in reversed(moves):
+        kept = move.target in RESHAPES
+        x = build.reshape(x, value(move).shape) if kept else build.call(move.target, x, *move.args[1:], **move.kwargs)
+    return x
 
 
 def _decays(build: Builder, rule: _Rule, k: Node) -> Node | None:

@@ -84,3 +84,13 @@ def test_long_expressions_are_cut(tmp_path):
 
     (tmp_path / "long.py").write_text("x" * 200)
     assert segment(str(tmp_path / "long.py"), Place) == "x" * 69 + "..."
+
+
+def test_modes_are_left_out(node):
+    """A mode calls torch's functions in a frame of its own; the user's line is the one before."""
+    made = node(3, torch.tanh, "torch.tanh")
+    code = "return func(*args, **kwargs)"
+    made.meta["stack_trace"] += f'  File "/torch/utils/_device.py", line 122, in __torch_function__\n    {code}\n'
+    assert expression(made) == "torch.tanh(h)"
+    made.meta["stack_trace"] = '  File "mine.py", line 1, in __torch_function__\n    return x\n'
+    assert source_line(made).startswith("mine.py:1")

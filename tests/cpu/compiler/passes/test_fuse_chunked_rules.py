@@ -1,17 +1,22 @@
 """Rules in chunks that read, write or correct in their own way become the operator of the delta rule, too."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import refold
+from refold.compiler import early_rewrites
+from refold.compiler.dynamo.capture.trace import SHORTEST
 from refold.compiler.options import Options
 from refold.compiler.passes import fuse_chunked_deltas
 from refold.compiler.validate.region import validate_region
 from refold.verify.numerics import unit_roundoff
+from support.products import few as kept_few
 from support.products import others_exhaustive
-from support.scans import flat, names, spliced
+from support.scans import flat, names, operators, spliced
 
 CHUNK = 4
 FORMS = ("strengths", "gates", "low rank", "linear")
@@ -130,13 +135,14 @@ def test_forms(rewritten, form, keyed, early, tokens, n, p):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
-def check_training(fn, given):
-    run, seen = spliced(fn, "training")
+def check_training(fn, given, mode="training"):
+    run, seen = spliced(fn, mode)
     results = []
     for program, dtype in ((run, torch.float32), (fn, torch.float64)):
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in given]
+        leaves = [x.to(dtype, copy=True).requires_grad_(mode == "training") for x in given]
         found = flat(program(*leaves))
-        sum(y.square().sum() for y in found).backward()
+        if mode == "training":
+            sum(y.square().sum() for y in found).backward()
         results.append([x.detach() for x in (*found, *(x.grad for x in leaves if x.grad is not None))])
     assert names(seen.rewrites) == ["delta_rule"] * 2
     for got, want in zip(*results, strict=True):
@@ -146,6 +152,39 @@ def check_training(fn, given):
 @few(SOME[0], SOME[2], SOME[4])
 def test_training(form, keyed, early, tokens, n, p):
     check_training(lambda *xs: in_chunks(*xs, form=form, early=early), inputs(tokens, keyed, n, p))
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Let loops over chunks wait, as where operators have kernels."""
+    monkeypatch.setattr(early_rewrites, "has_pointwise_kernels", lambda device: True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["training", pytest.param("inference", marks=pytest.mark.exhaustive)])
+@kept_few(("form", "keyed"), [(form, keyed) for form in FORMS for keyed in (False, True)], [("linear", False)])
+def test_loops_over_many_chunks(form, keyed, mode, on_a_gpu):
+    """A loop over chunks that is a scan of its states, too, is more than that."""
+    check_training(lambda *xs: in_chunks(*xs, form=form), inputs(SHORTEST * CHUNK + 1, keyed), mode)
+
+
+@pytest.mark.slow
+def test_chunks_that_are_almost_a_rule_stay_a_scan(on_a_gpu):
+    given = inputs(SHORTEST * CHUNK)
+    almost = partial(in_chunks, form="linear", wrong="write")
+    run = refold.compile(lambda *xs: almost(*xs), accept="always", strict=True)
+    for got, want in zip(run(*given), almost(*(x.double() for x in given)), strict=True):
+        assert (got - want).norm() < 1e-5 * want.norm()
+    assert operators(run) == ["linear_scan"]
+    assert any("[not-equal]" in row.reason for graph in run.report.graphs for row in graph.rewrites)
+
+
+@pytest.mark.slow
+def test_loops_over_chunks_are_scans_on_a_cpu():
+    """Where operators have no kernels of their own, a scan and products of all chunks at once are faster."""
+    run, seen = spliced(partial(in_chunks, form="linear"), "inference")
+    run(*inputs(SHORTEST * CHUNK))
+    assert names(seen.rewrites) == ["linear_scan"]
 
 
 def one_by_one(q, k, v, g, beta, *, cut="slice", merge="cat", erase=True, alike=None, state=None):
