@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -779,8 +780,9 @@ def test_step_limits_hold_in_decoding_as_in_prefill(name):
 
 
 @few("name", ["mamba", "falcon_h1", "qwen3_5", "kimi_linear", "minimax"], ["mamba"])
-def test_compiled_whole(name):
-    """One graph, in training, and with documents by their offsets."""
+@few("mode", [nullcontext(), torch.device("cpu")], [torch.device("cpu")])
+def test_compiled_whole(name, mode):
+    """One graph, in training, and with documents by their offsets; a default device is a mode of torch's functions."""
     model, ids = make(name, **({} if name in OTHERS else {"num_hidden_layers": 1})), ids_of(2, 12)
     model.set_experts_implementation("batched_mm")  # the eager ones break a graph
     refold.accelerate(model)
@@ -788,15 +790,16 @@ def test_compiled_whole(name):
     weights = torch.linspace(-1, 1, VOCAB)
     model.train()
     parameters = [p for n, p in model.named_parameters() if n.endswith(NAMED)]
-    found, expected = (
-        torch.autograd.grad((run(ids, use_cache=False).logits * weights).mean(), parameters)
-        for run in (compiled, model)
-    )
+    with mode:
+        found, expected = (
+            torch.autograd.grad((run(ids, use_cache=False).logits * weights).mean(), parameters)
+            for run in (compiled, model)
+        )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     model.eval()
     offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
-    with torch.no_grad():
+    with torch.no_grad(), mode:
         given = {"use_cache": False, "cu_seq_lens_q": offsets}
         found, expected = (run(ids[:1], **given).logits for run in (compiled, model))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -100,3 +100,13 @@ def test_private_imports_are_found(line, tmp_path):
     (tmp_path / "refold/ops/a/user.py").write_text("from . import _own\nfrom ..b.c import d\nfrom torch import _c")
     (tmp_path / "refold/ops/a/_own.py").write_text("")
     assert not private_imports(tmp_path / "refold")
+
+
+@pytest.mark.parametrize("room", ["integrations", "compat"])
+def test_dynamo_can_trace_layers_under_a_mode(room):
+    """Under a default device, Dynamo refuses `Tensor.unflatten`, which calls `super`, but not `torch.unflatten`."""
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files
+    calls = [x for file in files for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.Call)]
+    named = [ast.unparse(x.func) for x in calls if getattr(x.func, "attr", "") == "unflatten"]
+    assert {*named} == {"torch.unflatten"}

@@ -62,7 +62,7 @@ class Documents:
         device = next(v.device for v in flat.values() if v is not None)
         offsets = self.cu_seqlens.to(device)
         y, states = operator(**flat, initial_state=self._initial(state), cu_seqlens=offsets, **rest)
-        return y[0].unflatten(0, (batch, seqlen)), states
+        return torch.unflatten(y[0], 0, (batch, seqlen)), states
 
     def ends(self, states: Tensor) -> Tensor:
         """Return of the states after each document, ``(k, ...)``, those after each row, ``(b, ...)``."""

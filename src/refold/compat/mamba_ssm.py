@@ -152,24 +152,25 @@ def mamba_split_conv1d_scan_combined(
         rmsnorm_eps = EPS.read(op, rmsnorm_eps, "rmsnorm_eps")
     if outproj_bias is not None and outproj_weight is None:
         raise ArgumentError(f"{op}: outproj_bias needs outproj_weight; got None.")
-    nheads, headdim = (len(D), headdim) if D.ndim == 1 else tuple(D.shape)
-    dim = nheads * headdim  # type: ignore[operator]
+    heads: Any = (len(D), headdim) if D.ndim == 1 else tuple(D.shape)
+    nheads, dim = heads[0], math.prod(heads)
     states = (conv1d_weight.shape[0] - dim) // 2
     mlp = zxbcdt.shape[-1] - 2 * dim - 2 * states - nheads
     if states < ngroups or states % ngroups or mlp < 0 or mlp % 2 or conv1d_weight.shape[0] != dim + 2 * states:
         raise ShapeError(
             f"{op}: zxbcdt must have 2 m + 2 h p + 2 g n + h channels and conv1d_weight h p + 2 g n rows; got "
-            f"{zxbcdt.shape[-1]} and {conv1d_weight.shape[0]} with h={nheads}, p={headdim}, g={ngroups}."
+            f"{zxbcdt.shape[-1]} and {conv1d_weight.shape[0]} with h={nheads}, p={heads[1]}, g={ngroups}."
         )
     if rmsnorm_weight is not None and dim % ngroups:
         raise ShapeError(f"{op}: ngroups must divide h p = {dim}; got {ngroups}.")
     gated, z, xBC, dt = zxbcdt.split([mlp, dim, dim + 2 * states, nheads], -1)
     xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation).mT
     x, B, C = xBC.split([dim, states, states], -1)
-    heads, groups = (nheads, headdim), (ngroups, states // ngroups)
+    groups = ngroups, states // ngroups
     out, final = mamba_chunk_scan_combined(
-        x.unflatten(-1, heads), dt, A, B.unflatten(-1, groups), C.unflatten(-1, groups), chunk_size, D=D,
-        z=z.unflatten(-1, heads) if rmsnorm_weight is None else None, dt_bias=dt_bias, initial_states=initial_states,
+        torch.unflatten(x, -1, heads), dt, A, torch.unflatten(B, -1, groups), torch.unflatten(C, -1, groups),
+        chunk_size, D=D, z=torch.unflatten(z, -1, heads) if rmsnorm_weight is None else None,
+        dt_bias=dt_bias, initial_states=initial_states,
         seq_idx=seq_idx, dt_softplus=True, dt_limit=dt_limit, return_final_states=True, state_dtype=state_dtype,
     )  # fmt: skip
     out = out.flatten(-2)

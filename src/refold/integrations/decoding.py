@@ -293,8 +293,9 @@ def _mamba2_scan_(
     inner, groups = self.num_heads * self.head_dim, (self.n_groups, self.ssm_state_size)
     z, inputs, B, C, dt = projected.split([inner, inner, *2 * [groups[0] * groups[1]], self.num_heads], -1)
     y = fused.ssd_(
-        inputs.unflatten(-1, state.shape[1:3]), B.unflatten(-1, groups), C.unflatten(-1, groups), dt,
-        z.unflatten(-1, state.shape[1:3]), self.A_log, self.D, self.dt_bias, tuple(self.time_step_limit), state, None,
+        torch.unflatten(inputs, -1, state.shape[1:3]), torch.unflatten(B, -1, groups), torch.unflatten(C, -1, groups),
+        dt, torch.unflatten(z, -1, state.shape[1:3]), self.A_log, self.D, self.dt_bias, tuple(self.time_step_limit),
+        state, None,
     )  # fmt: skip
     if not getattr(self, "mamba_rms_norm", True):
         return y.flatten(-2), None, 0.0, None

@@ -190,14 +190,14 @@ def _attend(
     if layer.keys.dtype != linears[0].weight.dtype or cos.stride(-1) != 1 or sin.stride() != cos.stride():
         return None
     q = torch.empty(len(u), len(attention.q_proj.weight), dtype=layer.keys.dtype, device=u.device)
-    if not parts.takes_cache(q.unflatten(1, (-1, attention.head_dim)), layer, mask):
+    if not parts.takes_cache(torch.unflatten(q, 1, (-1, attention.head_dim)), layer, mask):
         return None
     k, v = (torch.empty(len(u), len(m.weight), dtype=q.dtype, device=u.device) for m in linears[1:3])
     for module, out, scale in zip(
         linears, (q, k, v), (factor, factor * attention.key_multiplier, factor), strict=False
     ):
         fused.project(u, module.weight, module.bias, *norm, None, False, scale=scale, out=out)
-    q, k, v = (a.unflatten(1, (-1, attention.head_dim)) for a in (q, k, v))
+    q, k, v = (torch.unflatten(a, 1, (-1, attention.head_dim)) for a in (q, k, v))
     return parts.attend_(q, k, v, layer, mask, attention.scaling, (cos, sin))
 
 

@@ -140,9 +140,9 @@ def mamba2(
     y, _ = _scan(
         ops.ssd, ops.ssd_step_,
         {
-            "x": x.unflatten(-1, (self.num_heads, self.head_dim)), "dt": dt,
-            "B": B.unflatten(-1, (self.n_groups, -1)), "C": C.unflatten(-1, (self.n_groups, -1)),
-            "z": None if normed else z.unflatten(-1, (self.num_heads, self.head_dim)),
+            "x": torch.unflatten(x, -1, (self.num_heads, self.head_dim)), "dt": dt,
+            "B": torch.unflatten(B, -1, (self.n_groups, -1)), "C": torch.unflatten(C, -1, (self.n_groups, -1)),
+            "z": None if normed else torch.unflatten(z, -1, (self.num_heads, self.head_dim)),
         },
         call.state, call,
         A=_rates(self.A_log), D=self.D, dt_bias=self.dt_bias, dt_limit=tuple(self.time_step_limit),
@@ -178,10 +178,10 @@ def zamba(
 ) -> Tensor:
     """Forward of Zamba's Mamba-1 layer: heads with projections of their own are groups of one scan."""
     dtype, (hidden_states, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
-    projected = self.in_proj(hidden_states).unflatten(-1, (-1, 2))
+    projected = torch.unflatten(self.in_proj(hidden_states), -1, (-1, 2))
     x, z = projected[..., 0].contiguous(), projected[..., 1].contiguous()  # they take turns, channel by channel
     x = call.without_padding(_convolve(self, x, call))
-    heads = x.unflatten(-1, (self.n_mamba_heads, -1))
+    heads = torch.unflatten(x, -1, (self.n_mamba_heads, -1))
     parameters = torch.einsum("bthp,hrp->bthr", heads, self.x_proj_weight)
     dt, B, C = parameters.split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
     dt = torch.einsum("bthr,hpr->bthp", dt, self.dt_proj_weight).flatten(-2)
@@ -189,7 +189,7 @@ def zamba(
         ops.selective_scan, ops.selective_scan_step_,
         {"x": x, "dt": dt, "B": B, "C": C, "z": z}, None if call.state is None else call.state.flatten(1, 2), call,
         A=_rates(self.A_log).flatten(0, 1), D=self.D.flatten(), dt_bias=self.dt_proj_bias.flatten(),
-        store=lambda state: state.unflatten(1, (self.n_mamba_heads, -1)),
+        store=lambda state: torch.unflatten(state, 1, (self.n_mamba_heads, -1)),
     )  # fmt: skip
     return call.end(self.out_proj(y.to(dtype)))
 
@@ -216,8 +216,8 @@ def _delta_rule(
     y, _ = _scan(
         ops.delta_rule, ops.delta_rule_step_,
         {
-            "q": q.unflatten(-1, (-1, size)), "k": k.unflatten(-1, (-1, size)), "v": v.unflatten(-1, (heads, -1)),
-            "g": g, "beta": b,
+            "q": torch.unflatten(q, -1, (-1, size)), "k": torch.unflatten(k, -1, (-1, size)),
+            "v": torch.unflatten(v, -1, (heads, -1)), "g": g, "beta": b,
         },
         call.state, call, beta_limit=2.0 if getattr(self, "allow_neg_eigval", False) else 1.0, normalize=True, **gate,
     )  # fmt: skip
@@ -240,7 +240,7 @@ def _decays(
     if not (_untouched(gate) and shipped(type(gate))):
         return gate(x), {}
     bound = getattr(gate, "safe_gate_lower_bound", getattr(gate, "lower_bound", None))
-    return _through(gate, names.a, x).unflatten(-1, (gate.num_heads, -1)), {
+    return torch.unflatten(_through(gate, names.a, x), -1, (gate.num_heads, -1)), {
         "A_log": gate.A_log.flatten(), "dt_bias": gate.dt_bias.view(gate.num_heads, -1),
         "lower_bound": bound if getattr(gate, "safe_gate", True) else None,
     }  # fmt: skip
@@ -261,7 +261,7 @@ def lightning(
     """Forward of lightning attention (MiniMax): a scan with constant decays. Padding neither writes nor decays."""
     dtype, (x, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
     qkv = call.without_padding(self.act_fn(self.qkv_proj(x)))
-    q, k, v = qkv.unflatten(-1, (self.num_attention_heads, -1)).split(self.head_dim, -1)
+    q, k, v = torch.unflatten(qkv, -1, (self.num_attention_heads, -1)).split(self.head_dim, -1)
     steps = qkv.new_ones(*v.shape[:3], dtype=torch.promote_types(dtype, torch.float32))
     y, state = _scan(
         ops.ssd, ops.ssd_step_, {"x": v, "dt": call.without_padding(steps), "B": k, "C": q},
