@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import has_preserved_node_meta
 
 from .builder import downstream
-from .fx import concrete, known
+from .fx import concrete, known, same
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,11 @@ def takes_chunks(gm: GraphModule, call: Node) -> bool:
         name = getattr(node.target, "__name__", node.target)
         if name not in ("matmul", "bmm", "einsum") or node in stateful:
             continue
-        made, *shapes = [x.meta["example_value"].shape for x in (node, *node.all_input_nodes)]
-        if len(made) > 2 and {*map(len, shapes)} == {len(made)} and (name == "einsum" or shapes[0][-1] != 1):
+        values = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
+        shapes = [x.shape for x in values if isinstance(x, torch.Tensor)]
+        if len(shapes) < 3 or len({*map(len, shapes)}) > 1 or len(shapes[0]) < 3:
+            continue
+        if name == "einsum" or not same(shapes[1][-1], 1):
             return True
     return False
 
