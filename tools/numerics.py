@@ -28,7 +28,7 @@ Errors of every operator against its float64 definition, at the sizes of a layer
 largest error of a result or gradient (`d` + argument), divided by its largest true value. Inputs hold only values that
 the dtype can represent, so an entry shows the rounding inside the operator and of its results. One rounding of a result
 is 6e-8 in float32, 4e-3 in bfloat16, and 5e-4 in float16. States and the gradients of states, `A`, `D` and `dt_bias`
-are stored in float32. The Triton kernel of `ssd` multiplies 16-bit factors for the state, so its state has an error of
+are stored in float32. The Triton kernels of `ssd` multiply 16-bit factors, so its states and gradients have errors of
 that size.
 
 This page is generated. To repeat it, run `python tools/numerics.py measure --backend torch`, on a GPU

@@ -23,6 +23,12 @@ from .record import Judgements, Record
 from .recurrence.vectorize import NotALoop
 from .validate.region import Judgement
 
+PHASES = (False, True)
+"""First all loops become scans but those over chunks; these then. What is around the others is rewritten after each.
+
+What is around loops over chunks may be more than the scans that they are.
+"""
+
 
 class EarlyRewrites:
     """Rewrites a graph before autograd.
@@ -52,10 +58,10 @@ class EarlyRewrites:
 
     def rewrite(self) -> Cost:
         """Replace what stands; return what that saves."""
-        saved = self._rewrite_captured(chunks=False) + self._rewrite_forward()
-        # What is around loops over chunks may be more than the scans that they are.
-        if any(loops_of(self.gm, path, chunks=True) for path in parts(self.gm)):
-            saved += self._rewrite_captured(chunks=True) + self._rewrite_forward()
+        saved = Cost()
+        for chunks in PHASES:
+            if is_due(self.gm, chunks):
+                saved += self._rewrite_captured(chunks) + self._rewrite_forward()
         return saved
 
     def _rewrite_captured(self, chunks: bool) -> Cost:
@@ -157,6 +163,11 @@ class EarlyRewrites:
             graph = graph.owning_module.get_submodule(name).graph  # type: ignore[union-attr, assignment]
         found = values_at(graph, names, inputs)
         return [found[name] for name in names]
+
+
+def is_due(gm: GraphModule, chunks: bool) -> bool:
+    """Tell whether there is anything to do in one of the `PHASES`."""
+    return not chunks or any(loops_of(gm, path, chunks) for path in parts(gm))
 
 
 def loops_of(gm: GraphModule, path: Sequence[str], chunks: bool) -> list[Node]:

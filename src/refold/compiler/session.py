@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from ..errors import first_line, warn
 from ..report import GraphReport, RewriteReport
@@ -20,7 +20,7 @@ from .compile_time import inductor_seconds, layer_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
 from .dynamo.associative_scan import define_scans
 from .dynamo.scan_operation import scans_as_loops
-from .early_rewrites import EarlyRewrites, loops_of, tools_before_autograd
+from .early_rewrites import PHASES, EarlyRewrites, is_due, loops_of, tools_before_autograd
 from .external_cumsum import keep_scans_external
 from .inductor import (
     Compiled,
@@ -350,25 +350,13 @@ def describe_captured(gm: GraphModule, report: GraphReport) -> tuple[GraphModule
     notes, loops, rows = list(report.notes), list(report.loops), list(report.rewrites)
     gm = duplicate(define_scans(scans_as_loops(gm, notes), everywhere=True))
     training = report.mode == "training"
-    for chunks in (False, True):  # as `EarlyRewrites` takes them
-        if chunks and not any(loops_of(gm, path, chunks) for path in parts(gm)):
-            break
+    for chunks in PHASES:
+        if not is_due(gm, chunks):
+            continue
         for path in parts(gm):
-            part: Any = gm.get_submodule(".".join(path))
-            for call in loops_of(gm, path, chunks):
-                from .dynamo.to_scan import describe_loop, find_scan
-
-                loop = describe_loop(part, call)
-                try:
-                    found = find_scan(part, call)
-                except NotALoop as reason:  # the loop itself is listed when it is unrolled
-                    notes.append(f"{STAYS} {reason.told_of(loop)}")
-                    continue
+            for loop, found in _scans(gm.get_submodule(".".join(path)), loops_of(gm, path, chunks), notes):
                 loops.append(loop)
-                notes += found.notes
                 rows.append(row_of(found.rewrite))
-                found.splice()
-            part.recompile()
         if (tools := tools_before_autograd(gm, training)) is None:
             continue
         for path in parts(gm):
@@ -376,6 +364,23 @@ def describe_captured(gm: GraphModule, report: GraphReport) -> tuple[GraphModule
                 rows += map(row_of, more.rewrites)
                 gm = with_part(gm, path, more.spliced(notes))
     return gm, replace(report, notes=tuple(notes), loops=tuple(loops), rewrites=tuple(rows))
+
+
+def _scans(part: Any, calls: Sequence[Node], notes: list[str]) -> Iterator[tuple[str, Any]]:
+    """Replace captured loops by the scans that they are, and yield both; notes say of the others why they are none."""
+    for call in calls:
+        from .dynamo.to_scan import describe_loop, find_scan
+
+        loop = describe_loop(part, call)
+        try:
+            found = find_scan(part, call)
+        except NotALoop as reason:  # the loop itself is listed when it is unrolled
+            notes.append(f"{STAYS} {reason.told_of(loop)}")
+            continue
+        notes += found.notes
+        found.splice()
+        part.recompile()
+        yield loop, found
 
 
 def survey(graph: Graph, report: GraphReport) -> GraphReport:

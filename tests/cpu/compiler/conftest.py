@@ -13,6 +13,7 @@ from refold.compiler.ir.evaluate import evaluate
 from refold.compiler.ir.metadata import stale
 from refold.compiler.ir.rewrite import Rewrite
 from refold.compiler.pipeline import run
+from support.scans import flat, spliced
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +80,27 @@ def rewritten():
         torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*inputs)
         (outcome,) = found
         return outcome
+
+    return go
+
+
+@pytest.fixture
+def around_loops():
+    """Return a function: (fn, inputs, mode) -> (what was found before autograd, the worst error beside float64).
+
+    In training, the error is that of gradients, too.
+    """
+
+    def go(fn, given, mode="training"):
+        run, seen = spliced(fn, mode)
+        results = []
+        for program, dtype in ((run, torch.float32), (fn, torch.float64)):
+            leaves = [x.to(dtype, copy=True).requires_grad_(mode == "training") for x in given]
+            found = flat(program(*leaves))
+            if mode == "training":
+                sum(y.square().sum() for y in found).backward()
+            results.append([x.detach() for x in (*found, *(x.grad for x in leaves if x.grad is not None))])
+        return seen, max(float((got - want).norm() / want.norm()) for got, want in zip(*results, strict=True))
 
     return go
 

@@ -43,8 +43,9 @@ from ..private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, 
 from ..recurrence.prefix import FEWEST_LEVELS, levels
 from ..refusals import Refusal, refused
 from .associative_scan import Neighbours
-from .body import differentiable, environment, to_aten, twin
+from .body import differentiable, environment, to_aten
 from .mutation import changed_in_place, is_autograd_function, storages, writes, written
+from .one_call import can_run_alone, run_alone, twin
 from .to_scan import describe_loop
 
 aten = torch.ops.aten
@@ -115,19 +116,22 @@ def find_rewrites(
 def _worth_a_look(gm: GraphModule, training: bool) -> bool:
     """Tell whether a graph may hold what the passes look for."""
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
-    if any(part in _name(node) for node in calls for part in ("grad_increment_nesting", "jvp_increment_nesting")):
+
+    def has(*parts: str) -> bool:
+        return any(part in _name(node) for node in calls for part in parts)
+
+    if has("grad_increment_nesting", "jvp_increment_nesting"):
         return False  # the graph takes a derivative itself, by ``torch.func``; an operator brings one of its own
     if not training and _may_need_gradients(gm):
         return False  # a value may have one, although no result has
-    inverts = any(part in _name(node) for node in calls for part in _INVERTS)
     if loop_nodes(gm):
         loops = captured_loops(gm)
-        return (bool(loops) and inverts) or any(takes_chunks(gm, call) for call in loops)
+        return any(takes_chunks(gm, call) for call in loops) or (bool(loops) and has(*_INVERTS))
     if not training:  # without a convolution, passes after autograd find the same
-        return any("conv1d" in _name(node) for node in calls)
+        return has("conv1d")
     if any(node.target is SCAN.target or is_made(node) or _is_definition(gm, node) for node in calls):
         return True
-    if inverts or any(part in _name(node) for node in calls for part in ("cumsum", "conv")):
+    if has("cumsum", "conv", *_INVERTS):
         return True
     return levels(calls, lambda x: _name(x) in _PARTS, lambda x: _name(x) in _MULTIPLIES) >= FEWEST_LEVELS
 
@@ -297,9 +301,11 @@ class BeforeAutograd:
         """Tell whether a value has no gradient, although what it is computed of has one."""
         example = node.meta.get("example_value")
         counts = isinstance(example, torch.Tensor) and not (example.is_floating_point() or example.is_complex())
-        if self._needs.get(node) or counts or writes(node) or node.op == "output":
+        # A loop may return nothing and write what it computes: each of its own nodes is asked.
+        if self._needs.get(node) or counts or writes(node) or node.op == "output" or node in self._loops:
             return False
-        return any(self._needs.get(x) for x in node.all_input_nodes)
+        asked = {x for x in node.all_input_nodes if self._needs.get(x)}
+        return bool(asked) and not (can_run_alone(node) and asked.isdisjoint(run_alone(node)[2]))
 
     def _change(self, node: Node) -> Node | None:
         """Find a node that may change a node's memory in place."""
@@ -378,31 +384,39 @@ class BeforeAutograd:
 
     def _drop_unseen_loops(self, notes: list[str]) -> None:
         """Erase loops of which nothing is used any more; whoever compiles the graph would unroll them first."""
-        for call in captured_loops(self.gm):
-            changed = written(self.gm, call)
-            after = downstream(call, *changed) - {call}
-            for node in reversed(self.gm.graph.nodes):
-                if node in after and not (node.users or node.op in ("call_module", "output") or writes(node)):
-                    self.gm.graph.erase_node(node)
-            if not call.users and not self._is_read(changed, call):
-                loop = f"{STAYS} {describe_loop(self.gm, call)}"
-                notes[:] = [note for note in notes if not note.startswith(loop)]
-                self.gm.graph.erase_node(call)
+        alive = self._alive()
+        loops = [call for call in captured_loops(self.gm) if call not in alive]
+        for call in loops:
+            said = f"{STAYS} {describe_loop(self.gm, call)}"
+            notes[:] = [note for note in notes if not note.startswith(said)]
+        dead = downstream(*loops, *(x for call in loops for x in written(self.gm, call))) - alive
+        for node in [x for x in reversed(self.gm.graph.nodes) if x in dead]:
+            self.gm.graph.erase_node(node)
 
-    def _is_read(self, nodes: list[Node], call: Node) -> bool:
-        """Tell whether anything but a call reads what it writes to these nodes."""
-        own, stack = set[Node](), list(nodes)
+    def _alive(self) -> set[Node]:
+        """Return the nodes that a result or an effect depends on, those that write to memory that is read included."""
+        loops, stack, alive = set(captured_loops(self.gm)), list[Node](), set[Node]()
+        memory, seen = dict[Node, set[Any]](), set[Any]()
+        for node in self.gm.graph.nodes:  # what was a view of a value that was replaced is none
+            own, passed_on = self._memory.get(node, frozenset()), {p for x in node.all_input_nodes for p in memory[x]}
+            memory[node] = {place for place in own if place in passed_on or place not in seen}
+            seen |= own
+        given = {place for node in memory if node.op in ("placeholder", "get_attr") for place in memory[node]}
+        writers: dict[Any, list[Node]] = {}
+        for node in memory:
+            if node in loops or writes(node):
+                changed = {place for x in written(self.gm, node) for place in memory[x]}
+                stack += [node] if changed & given else []
+                for place in changed:
+                    writers.setdefault(place, []).append(node)
+            elif node.is_impure() or node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+                stack.append(node)
         while stack:
             node = stack.pop()
-            if node in own:
-                continue
-            own.add(node)
-            others = [x for x in (*node.users, *node.all_input_nodes) if x is not call]
-            shares = [x for x in others if self._memory.get(x, frozenset()) & self._memory[node]]
-            if node.op in ("placeholder", "get_attr") or any(x not in shares for x in node.users if x is not call):
-                return True
-            stack += shares
-        return False
+            if node not in alive:
+                alive.add(node)
+                stack += [*node.all_input_nodes, *(x for place in memory[node] for x in writers.get(place, ()))]
+        return alive
 
     def _with_fewer_copies(self, old: str, new: Node) -> Node:
         """Replace a node without copies whose only purpose is a memory layout that nothing needs.

@@ -25,7 +25,7 @@ from torch.fx.traceback import preserve_node_meta
 from ..ir.captured_loop import CapturedLoop
 from ..ir.fx import arg, is_tensor, is_zero, known, value
 from ..ir.source import expression, located, name_of
-from ..private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
+from ..private import tree_flatten, tree_leaves, tree_unflatten
 from ..recurrence.affine import Affine, Loop
 from ..recurrence.delta import RankOne, read_rank_one
 from ..recurrence.delta_form import Corrections
@@ -35,6 +35,7 @@ from ..recurrence.vectorize import NotALoop, Value, vectorize_node
 from .growing import take_parts
 from .induction_variable import InductionVariable, depends_on_iteration
 from .kept_in_place import keep
+from .one_call import Operations, twin
 from .positions import is_plain, slice_of
 from .read_back import SCATTERS, Origin, promote
 from .step_arithmetic import OF_TENSORS, Counting, is_number
@@ -275,14 +276,6 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
     )  # fmt: skip
 
 
-def twin(x: Any) -> Any:
-    """Make another tensor of the same form, with numbers for the sizes that are known by now; return all else."""
-    if not isinstance(x, torch.Tensor):
-        return x if isinstance(x, int) else known(x)
-    shape, strides = ([known(n) for n in sizes] for sizes in (x.shape, x.stride()))
-    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-
-
 def environment(values: Sequence[Any]) -> Any:
     """Return the shape environment of the symbols among sizes, or a new one."""
     sizes = [n for x in values for n in ((*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,))]
@@ -302,19 +295,6 @@ class _Watched(Interpreter):
         if any(torch.Tag.nondeterministic_seeded in func.tags for func in ran.seen):
             self.draws = n
         return out
-
-
-class Operations(TorchDispatchMode):
-    """Notes which ATen operations run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":  # questions, such as which device
-            self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any, to_read: bool = False) -> GraphModule:

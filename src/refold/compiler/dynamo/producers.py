@@ -16,20 +16,16 @@ import torch
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
 
-from ..private import HigherOrderOperator, schema
-from .body import Operations, to_aten, twin
+from ..private import schema
+from .body import to_aten
 from .mutation import memory
+from .one_call import CONSTANTS, can_run_alone, run_alone, twin
 
 aten = torch.ops.aten
 
 # How many operations are looked at: what prepares a loop is short.
 MOST = 64
-_CONSTANTS = (
-    aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones,
-    aten.new_full,
-)  # fmt: skip
 _COPIES = (aten.clone, aten._to_copy, aten._unsafe_view, aten._reshape_alias)
 
 
@@ -52,29 +48,18 @@ def elementwise_producers(operands: Sequence[Node], changed: set[Any]) -> set[No
 
 def _is_elementwise(node: Node, changed: set[Any]) -> bool:
     example: Any = node.meta.get("example_value")
-    inputs: list[Any] = [x.meta.get("example_value") for x in node.all_input_nodes]
-    tensors = [example, *inputs]
-    if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
+    if not can_run_alone(node) or type(example) is not torch._subclasses.FakeTensor:
         return False
-    tensors = [x for x in tensors if not isinstance(x, (int, torch.SymInt))]
-    if not isinstance(example, torch.Tensor) or not all(type(x) is torch._subclasses.FakeTensor for x in tensors):
+    inputs: list[Any] = [x.meta["example_value"] for x in node.all_input_nodes]
+    if any(memory(x) in changed for x in (example, *inputs) if isinstance(x, torch.Tensor)):
         return False
-    if any(memory(x) in changed for x in tensors):
-        return False
-    if example.requires_grad != any(x.requires_grad for x in tensors[1:]):  # detached, or without gradients
-        return False
-    operations = Operations()
-    with torch.no_grad(), example.fake_mode, operations:  # type: ignore[attr-defined]
-        args, kwargs = map_arg((node.args, node.kwargs), lambda x: twin(x.meta["example_value"]))
-        operations.seen.clear()
-        if node.op == "call_method":
-            out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            out = node.target(*args, **kwargs)  # type: ignore[operator]
+    out, seen, read = run_alone(node)
+    if example.requires_grad != any(x.meta["example_value"].requires_grad for x in read):
+        return False  # detached, or without gradients
     return (
         isinstance(out, torch.Tensor)
         and (out.shape, out.stride(), out.dtype) == (example.shape, example.stride(), example.dtype)
-        and all(_is_plain(func) for func in operations.seen)
+        and all(_is_plain(func) for func in seen)
     )
 
 
@@ -83,7 +68,7 @@ def _is_plain(func: Any) -> bool:
         return False
     if func.overloadpacket is aten.lift_fresh:  # a constant tensor, whose values are not in the graph
         return False
-    return torch.Tag.pointwise in func.tags or func.is_view or func.overloadpacket in (*_CONSTANTS, *_COPIES)
+    return torch.Tag.pointwise in func.tags or func.is_view or func.overloadpacket in (*CONSTANTS, *_COPIES)
 
 
 def trace_producers(operands: Sequence[Node], nodes: set[Node], mode: FakeTensorMode) -> tuple[list[Node], GraphModule]:

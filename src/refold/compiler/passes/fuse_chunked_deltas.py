@@ -465,8 +465,8 @@ def _strengthened(node: Node) -> tuple[Node, Node | None]:
     return node, None
 
 
-def _product(build: Builder, factors: list[_Operand], dtype: torch.dtype | None) -> Node | None:
-    laid = [build.cast(part.laid(build), dtype or value(part.node).dtype) for part in factors]
+def _product(build: Builder, factors: list[_Operand], dtype: torch.dtype) -> Node | None:
+    laid = [build.cast(part.laid(build), dtype) for part in factors]
     return reduce(lambda x, y: build.call(aten.mul.Tensor, x, y), laid) if laid else None
 
 
@@ -474,8 +474,9 @@ def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Emit the operator and replace what it computes."""
     root, like = rule.root, value(rule.root)
     build = Builder(root)
-    # Gates are multiplied as the chunks are, which may have been widened.
-    dtype = like.dtype if len(rule.v) > 1 or len(rule.r) > 1 else None
+    # Chunks may have been widened after they were cut: then the result is as wide.
+    parts = [rule.q, rule.k, *rule.v, *rule.r, *rule.under]
+    dtype = reduce(torch.promote_types, (value(part.node).dtype for part in parts), like.dtype)
     q, k, v, r, under = (_product(build, some, dtype) for some in ([rule.q], [rule.k], rule.v, rule.r, rule.under))
     assert q is not None
     assert k is not None

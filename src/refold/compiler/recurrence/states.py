@@ -204,7 +204,7 @@ class LoopVectorizer(StepAlgebra):
         def whole(part: Value, time: bool, own: Sequence[Any], shape: Sequence[Any]) -> Node:
             """Lay out an entry of a row of one's own shape, (time, ...), with one step if all are the same."""
             if not isinstance(part.node, Node):
-                x = emit.call(aten.full.default, [1, *own], part.node, dtype=val.dtype, device=val.device)
+                x = emit.full(part.node, like, [1, *own])
             elif not part.has_time:
                 x = emit.call(aten.unsqueeze.default, emit.expand(part.node, [*own]), 0)
             else:

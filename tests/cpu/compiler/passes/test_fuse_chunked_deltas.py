@@ -14,7 +14,7 @@ from refold.compiler.validate.region import validate_region
 from refold.verify.numerics import unit_roundoff
 from support.chunked_deltas import CHUNK, chunked, inputs
 from support.products import few
-from support.scans import Described, flat, names, operators, spliced
+from support.scans import Described, names, operators
 
 pytestmark = pytest.mark.rows(16)
 
@@ -139,19 +139,6 @@ def plain(q, k, v, beta, *, between=lambda state, i: state, collect=False):
     return out.reshape(2, 2, -1, v.shape[-1]), state
 
 
-def around_loops(fn, given, mode="training"):
-    """Replace what is found before autograd; return what was found, and the worst error of values and gradients."""
-    run, seen = spliced(fn, mode)
-    results = []
-    for program, dtype in ((run, torch.float32), (fn, torch.float64)):
-        leaves = [x.to(dtype, copy=True).requires_grad_(mode == "training") for x in given]
-        found = flat(program(*leaves))
-        if mode == "training":
-            sum(y.square().sum() for y in found).backward()
-        results.append([x.detach() for x in (*found, *(x.grad for x in leaves if x.grad is not None))])
-    return seen, max(float((got - want).norm() / want.norm()) for got, want in zip(*results, strict=True))
-
-
 EDGE = SHORTEST * CHUNK  # from so many tokens on, the loop over chunks is captured
 
 
@@ -162,7 +149,7 @@ EDGE = SHORTEST * CHUNK  # from so many tokens on, the loop over chunks is captu
     (EDGE - CHUNK + 1, "none", "solve"), (EDGE + 2 * CHUNK - 1, "key", "rows"),
 ], [(EDGE - 1, "key", "solve")])  # fmt: skip
 @few("final", [False, True], [True])
-def test_loops_over_many_chunks(mode, tokens, decay, how, final):
+def test_loops_over_many_chunks(around_loops, mode, tokens, decay, how, final):
     fn, given = called(chunked, inputs(tokens, decay), torch.randn(2, 2, 3, 5), how=how)
     seen, error = around_loops(fn if final else lambda *xs: fn(*xs)[0], given, mode)
     assert names(seen.rewrites) == ["delta_rule"] * (1 + final)
@@ -188,7 +175,7 @@ def test_no_loop_is_left_to_unroll(chunks):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_loop_that_collects_its_outputs_in_a_list():
+def test_a_loop_that_collects_its_outputs_in_a_list(around_loops):
     q, k, v, _, beta = inputs(EDGE, n=17)
     seen, error = around_loops(lambda *xs: plain(*xs, collect=True)[0], [q, k, v, beta])
     assert names(seen.rewrites) == ["delta_rule"]
@@ -197,7 +184,7 @@ def test_a_loop_that_collects_its_outputs_in_a_list():
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_loop_that_detaches_its_state_stays():
+def test_a_loop_that_detaches_its_state_stays(around_loops):
     q, k, v, _, beta = inputs(EDGE, n=6)
     seen, error = around_loops(lambda *xs: plain(*xs, between=lambda state, i: state.detach())[0], [q, k, v, beta])
     assert not seen.rewrites
@@ -219,7 +206,7 @@ def test_a_step_that_differs_is_seen(late):
 
 
 @pytest.mark.exhaustive
-def test_loops_that_are_too_long_are_named(monkeypatch):
+def test_loops_that_are_too_long_are_named(around_loops, monkeypatch):
     monkeypatch.setattr(before_autograd, "LONGEST", 100)
     fn, given = called(chunked, inputs(EDGE))
     seen, error = around_loops(fn, given)
