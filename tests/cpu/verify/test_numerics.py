@@ -308,6 +308,16 @@ def test_a_small_channel_may_be_as_inexact_as_the_original_is_next_to_its_inputs
     assert not check(difference, wrong, reference, [x], [x], terms=1, multilinear=False).passed
 
 
+def test_what_sums_leave_below_the_normal_numbers_is_equal():
+    """What a state forgot in one order of its products may be a few of the least numbers in another."""
+    forgotten = torch.arange(64) < 32
+    r = torch.where(forgotten, 1e-50, torch.ones(64, dtype=torch.float64))
+    least = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+    for size, passes in ((40 * least, True), (1e-38, False)):
+        y = torch.where(forgotten, size, 1.0)
+        assert numerics.compare("", r, r.float(), y, None, 16).passed is passes
+
+
 def test_powers_have_parts_within_parts():
     r = torch.randn(32, 1, dtype=torch.float64) * 10.0 ** -torch.arange(16)
     sizes = [int(part.sum()) for part in numerics.small_parts(r)]
