@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise, permutations
@@ -30,7 +31,7 @@ from refold.bench import (
     suites,
     training,
 )  # fmt: skip
-from refold.bench.contest import contest
+from refold.bench.contest import contest, take_turns
 from refold.bench.recurrences import in_turns, recurrences
 from refold.cli import app
 from refold.errors import ArgumentError, CapacityError, MissingDependency
@@ -574,6 +575,15 @@ def test_a_contest_times_what_is_right_and_only_ours_refuse_the_row(wrong):
     row, runs = contest({"eager": right, "refold": wrong}, lambda: torch.ones(2).double(), 1e-4, 1, cpu)
     assert row["refused"] == f"refold: {row['not_run']['refold']}"
     assert runs.keys() == {"eager"}
+
+
+def test_a_fast_program_is_not_timed_right_after_a_slow_one():
+    """Its call would pay for what the slow one left in the host's caches."""
+    order = []
+    programs = {"fast": lambda: order.append("fast"), "slow": lambda: (order.append("slow"), time.sleep(0.02))}
+    times = take_turns(programs, 3, torch.device("cpu"))
+    assert order == ["fast", "slow"] * 3 + ["fast", "fast", "slow"] * 2
+    assert [len(found) for found in times.values()] == [3, 3]
 
 
 def test_only_our_own_programs_refuse_a_row_of_training():
