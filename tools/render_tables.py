@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -510,26 +510,34 @@ def generation(*suites: str) -> Callable[[], str]:
     })  # fmt: skip
 
 
-def generate() -> str:
-    """Return the table of ``model.generate``: a line per card, model and number of rows, a column per program."""
-    rows = [row for gpu in (H100, GPU) for row in stored(RESULTS, gpu, "generate")]
-    of = {(card(row), row["case"], row["backend"]): row for row in rows}
+def generate(gpus: Sequence[str], short: bool = False) -> Callable[[], str]:
+    """Make a renderer of ``model.generate``: a line per card, model and number of rows, a column per program."""
 
-    def time(backend: str) -> Callable[[Row], str]:
-        def cell(row: Row) -> str:
-            found = of.get((card(row), row["case"], backend))
-            return "-" if found is None else _ms(1e3 * found["median_s"]) if measured(found) else "out of memory"
+    def rendered() -> str:
+        rows = [row for gpu in gpus for row in stored(RESULTS, gpu, "generate")]
+        of = {(card(row), row["case"], row["backend"]): row for row in rows}
 
-        return cell
+        def time(backend: str) -> Callable[[Row], str]:
+            def cell(row: Row) -> str:
+                found = of.get((card(row), row["case"], backend))
+                return "-" if found is None else _ms(1e3 * found["median_s"]) if measured(found) else "out of memory"
 
-    return table([row for row in rows if row["backend"] == "accelerated"], {
-        "model": lambda row: row["case"].partition(" ")[0],
-        "rows": lambda row: row["case"].split()[3],
-        "card": card,
-        "unmodified": time("transformers"), "accelerated, `graphs=False`": time("accelerated, no graphs"),
-        "accelerated": lambda row: f"**{time('accelerated')(row)}**", "lean model": time("lean"),
-        "the loop alone": time("a model that does nothing"),
-    })  # fmt: skip
+            return cell
+
+        def gain(row: Row) -> str:
+            return f"{of[card(row), row['case'], 'transformers']['median_s'] / row['median_s']:.0f}x"
+
+        named = {"model": lambda row: row["case"].partition(" ")[0], "rows": lambda row: row["case"].split()[3]}
+        unmodified = {"unmodified": time("transformers")}
+        ours = {"accelerated": lambda row: f"**{time('accelerated')(row)}**"}
+        return table([row for row in rows if row["backend"] == "accelerated"], {
+            **named, **unmodified, **ours, "faster": gain,
+        } if short else {
+            **named, "card": card, **unmodified, "accelerated, `graphs=False`": time("accelerated, no graphs"), **ours,
+            "lean model": time("lean"), "the loop alone": time("a model that does nothing"),
+        })  # fmt: skip
+
+    return rendered
 
 
 def starts() -> str:
@@ -662,7 +670,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "recurrences": recurrences(CPU), "recurrences_amd": recurrences(AMD),
     "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
-    "prefill": generation("prefill"), "generate": generate, "generation": generation("generation"),
+    "prefill": generation("prefill"), "generate": generate([H100, GPU]), "generate_short": generate([GPU], short=True),
+    "generation": generation("generation"),
     "ssd_jax": ssd_jax, "scale": scale(GPU), "scale_h100": scale(H100),
     "scale_fit": scale_fit, "scale_paper": scale_paper, "engines": engines, "starts": starts,
     "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),

@@ -58,7 +58,7 @@ def run_alone(node: Node) -> tuple[Any, list[Any], list[Node]]:
         The result, the ATen operations that ran, and the tensors whose values the call reads: ``x.to(y)`` reads ``x``.
     """
     examples: dict[Node, Any] = {x: x.meta["example_value"] for x in node.all_input_nodes}
-    tensors = [x for x in (*examples.values(), node.meta["example_value"]) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in (*examples.values(), node.meta.get("example_value")) if isinstance(x, torch.Tensor)]
     mode: Any = tensors[0].fake_mode  # type: ignore[attr-defined]
     with torch.no_grad(), mode, Operations() as ran:
         twins = {x: twin(example) for x, example in examples.items()}
