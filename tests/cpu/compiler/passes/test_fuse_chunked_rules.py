@@ -31,15 +31,16 @@ def pairs(a, b, upto, g, diagonal):
     return torch.einsum("...id,...jd,...ijd->...ij", a, b, between)
 
 
-def inverse(lower):
-    """Invert I + lower."""
+def inverse(lower, views):
+    """Invert I + lower; ``views`` gets a view of its rows, before they are written."""
     x = -lower
+    views.append(x.flatten(-2))
     for i in range(1, CHUNK):
         x[..., i, :i] = x[..., i, :i].clone() + (x[..., i, :i, None].clone() * x[..., :i, :i].clone()).sum(-2)
     return x + torch.eye(CHUNK, dtype=x.dtype)
 
 
-def in_chunks(q, k, v, g, beta, a, b, w, state=None, *, form, early=False, wide=None, wrong="", inverses=None):
+def in_chunks(q, k, v, g, beta, a, b, w, state=None, *, form, early=False, wide=None, wrong="", views=None):
     """Go through chunks, by the formula of one token that a form has.
 
     strengths    S <- Diag(e^g) S;  S <- S + k beta (v - Sᵀ a)ᵀ
@@ -61,9 +62,9 @@ def in_chunks(q, k, v, g, beta, a, b, w, state=None, *, form, early=False, wide=
         early: Whether the state is read before it decays; in the low rank, it always is.
         wide: The dtype of chunks; that of the inputs if None.
         wrong: What is left out.
-        inverses: A list that gets the inverses of chunks.
+        views: A list that gets views of what chunks are corrected by, less the diagonal.
     """
-    inverses = [] if inverses is None else inverses
+    views = [] if views is None else views
     tokens, early = q.shape[1], early or form == "low rank"
 
     def cut(x):
@@ -79,12 +80,11 @@ def in_chunks(q, k, v, g, beta, a, b, w, state=None, *, form, early=False, wide=
     before, end = g - own if early else g, g[..., -1:, :]
     key, written, read = {"gates": (k, w * v, b * k), "low rank": (b, v, -a)}.get(form, (k, v, a))
     if wrong != "decays" and form != "linear":
-        corrects = inverse(pairs(read, key, before, g, -1))
-        inverses.append(corrects)
+        corrects = inverse(pairs(read, key, before, g, -1), views)
         u = pairs(a, k, before, g, -1) @ v if form == "low rank" else written
         u, x = corrects @ u, corrects @ (read * before.exp())
     elif form != "linear":
-        corrects = inverse(pairs(read, key, 0 * g, 0 * g, -1))
+        corrects = inverse(pairs(read, key, 0 * g, 0 * g, -1), views)
         u, x = corrects @ written, corrects @ read
     state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state
     out = torch.zeros_like(v)
@@ -168,9 +168,9 @@ def test_a_loop_over_rows_that_returns_nothing(around_loops, monkeypatch, form, 
     monkeypatch.setitem(globals(), "CHUNK", SHORTEST + 4)
 
     def fn(*xs):
-        inverses = []
-        y, _ = in_chunks(*xs, form=form, inverses=inverses)
-        return (y, inverses[0].mean(-1)) if read else y
+        views = []
+        y, _ = in_chunks(*xs, form=form, views=views)
+        return (y, views[0].mean(-1)) if read else y
 
     seen, error = around_loops(fn, inputs(2 * CHUNK, n=17))
     assert names(seen.rewrites) == ["delta_rule"]
