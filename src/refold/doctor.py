@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ PACKAGES = ("refold", "numpy", "torch", "triton", "numba", "jax", "transformers"
 
 def examine() -> dict[str, dict[str, str]]:
     """Return versions, devices, usable parts, each with a reason where the answer is no, and what versions cost."""
-    versions = _versions()
+    versions = {"python": platform.python_version()} | dict.fromkeys(PACKAGES, NONE) | installed(PACKAGES)
     with ThreadPoolExecutor(1) as pool:
         jax = pool.submit(_jax_elsewhere)  # meanwhile this process asks PyTorch
         return {
@@ -40,13 +41,12 @@ def examine() -> dict[str, dict[str, str]]:
         }
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of packages, as far as they are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = NONE
     return found
 
 

@@ -10,10 +10,10 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..doctor import installed
 from ..errors import ArgumentError
 
 Row = dict[str, Any]
@@ -35,12 +35,7 @@ def environment() -> dict[str, Any]:
     from ..compiler.environment import processor
 
     found: dict[str, Any] = {"refold": __version__, "revision": revision(), "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    found |= {"processor": processor(), "threads": torch.get_num_threads()}
+    found |= {**installed(_PACKAGES), "processor": processor(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return found

@@ -25,10 +25,11 @@ import torch
 
 from ..compiler.environment import environment
 from ..compiler.private import tree_leaves, tree_map
+from ..doctor import installed
 from ..errors import ArgumentError, TargetError, warn
 from ..judge import source
 from ..verify import roundoff
-from .loop import NAMES, versions
+from .loop import COMPUTING, NAMES
 
 GUARDS = "guards.json"
 
@@ -264,7 +265,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {"refold": environment()["refold"], **versions()}
+    return {"refold": environment()["refold"], **installed(COMPUTING)}
 
 
 def _check_free(path: Path) -> None:

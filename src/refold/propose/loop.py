@@ -7,7 +7,6 @@ short is resumed from there. Nothing is tried twice, and earlier candidates stil
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -16,10 +15,10 @@ import os
 import re
 import time
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..doctor import installed
 from ..errors import ArgumentError, ProposerError, TargetError, first_line
 from ..judge import LEVELS, Nursery, Program, Terms, Verdict, describe_inputs, judge, source
 from .protocol import SCHEMA, Attempt, Proposal, Proposer, Request, speed
@@ -28,6 +27,7 @@ log = logging.getLogger("refold")
 
 # Where an accepted proposal of each kind is written to.
 NAMES = {"source": "accepted.py", "program": "accepted.rule.json", "plan": "accepted.plan.json"}
+COMPUTING = ("torch", "numba", "triton")  # The packages that compute.
 
 
 @dataclass(frozen=True)
@@ -335,13 +335,4 @@ def _machine(terms: Terms) -> dict[str, Any]:
     """Describe the machine."""
     from ..compiler.environment import processor
 
-    return {"processor": processor(), "threads": terms.threads, **versions()}
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that compute, as far as they are installed."""
-    found = {}
-    for package in ("torch", "numba", "triton"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+    return {"processor": processor(), "threads": terms.threads, **installed(COMPUTING)}
