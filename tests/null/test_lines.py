@@ -1,12 +1,8 @@
 """No room of the house grows without a line in the file of budgets."""
 
-import importlib.util
-from pathlib import Path
+from null.source import tool
 
-HOME = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("lines", HOME / "tools" / "lines.py")
-lines = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(lines)
+lines = tool("lines")
 
 
 def test_no_room_is_over_its_budget():

@@ -1,15 +1,13 @@
 """Pages say what the code says, in the words that CONTRIBUTING.md asks for."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
+from null.source import ROOT, tool
 from refold.judge.verdict import CHECKS
 from refold.ops.spec import operators
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "LOG.md",
          *(ROOT / "benchmarks" / "log").iterdir(), *(ROOT / "docs").rglob("*.md")]  # fmt: skip
 # Words to avoid, and what to write: of time, "behind" and "in front of" are misread.
@@ -50,9 +48,7 @@ def test_files_that_a_page_names_exist(page):
 
 def test_a_page_of_an_operator_is_no_source():
     """Its sections are prose and lists; only equations and examples are code."""
-    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "tools" / "site.py")
-    site = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(site)
+    site = tool("site")
     nav = site.on_config({"nav": ["index.md", {"Home": "a.md"}, {"Reference": ["operators.md"]}]})["nav"]
     for name in operators():
         assert f"operators/{name}.md" in nav[2]["Reference"]

@@ -1,18 +1,15 @@
 """Tables and figures show the results that are stored."""
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
+from null.source import ROOT, tool
 from refold.bench.plots import PLOTS, STYLE
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_tables_are_not_stale():
@@ -44,13 +41,6 @@ def test_stored_rows_lie_where_they_belong_once_each():
         assert {row["suite"] for row in found} <= SUITES.keys()
         assert len({rows.identity(row) for row in found}) == len(found), f"{path}: use refold bench store"
         assert rows.without_folders(path.read_text()) == path.read_text(), f"{path} names folders of a machine"
-
-
-def tool(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_table_says_how_many_of_its_rows_are_older_than_the_code(monkeypatch):

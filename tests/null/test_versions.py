@@ -1,16 +1,14 @@
 """Every place that names versions of other packages names the tested ones, and nothing holds newer ones back."""
 
-import importlib.util
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
+from null.source import ROOT, tool
 from refold import versions
 from refold.errors import RefoldWarning
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = [one for some in PROJECT["optional-dependencies"].values() for one in some]
 
@@ -41,12 +39,9 @@ def test_releases_are_compared_by_their_first_two_numbers():
 
 
 def test_the_page_shows_the_stored_rows():
-    spec = importlib.util.spec_from_file_location("versions_tool", ROOT / "tools" / "versions.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    page = (ROOT / "docs" / "versions.md").read_text()
-    assert tool.rows()
-    assert tool.rendered(page) == page
+    page, rows = (ROOT / "docs" / "versions.md").read_text(), tool("versions")
+    assert rows.rows()
+    assert rows.rendered(page) == page
 
 
 def test_a_loss_is_said_once_and_listed():
