@@ -31,8 +31,8 @@ from refold.bench import (
     suites,
     training,
 )  # fmt: skip
-from refold.bench.contest import contest, take_turns
-from refold.bench.recurrences import in_turns, recurrences
+from refold.bench.contest import contest, times_ms
+from refold.bench.recurrences import medians_ms, recurrences
 from refold.cli import app
 from refold.errors import ArgumentError, CapacityError, MissingDependency
 from refold.generate.torch import Generator
@@ -426,7 +426,7 @@ def test_no_program_is_always_timed_after_the_same_one(monkeypatch):
     timed = []
     monkeypatch.setattr("refold.bench.recurrences._sample", lambda run, device: timed.append(run()) or 1.0)
     names = ["eager", "refold", "torch.compile"]
-    times = in_turns({name: partial(str, name) for name in names}, torch.device("cpu"))
+    times = medians_ms({name: partial(str, name) for name in names}, torch.device("cpu"))
     assert times == dict.fromkeys(names, 1.0)
     assert {*pairwise(timed)} >= {*permutations(names, 2)}
     assert all(sorted(timed[at : at + 3]) == sorted(names) for at in range(0, len(timed), 3))
@@ -581,7 +581,7 @@ def test_a_fast_program_is_not_timed_right_after_a_slow_one():
     """Its call would pay for what the slow one left in the host's caches."""
     order = []
     programs = {"fast": lambda: order.append("fast"), "slow": lambda: (order.append("slow"), time.sleep(0.02))}
-    times = take_turns(programs, 3, torch.device("cpu"))
+    times = times_ms(programs, 3, torch.device("cpu"))
     assert order == ["fast", "slow"] * 3 + ["fast", "fast", "slow"] * 2
     assert [len(found) for found in times.values()] == [3, 3]
 

@@ -17,12 +17,15 @@ from torch import Tensor
 
 from ..errors import first_line
 from .rows import Row
+from .turns import Turn, take_turns
 
-Turn = Callable[[], Any]
 # Relative L2 error of a result or gradient. A naive layer in bfloat16 is itself that far off, or farther.
 BOUND = {"bfloat16": 5e-2, "float32": 1e-4}
+# The first turns of a program do not count.
+WARM = 2
 # A program that takes longer is called a few times only.
 SLOW_MS = 200.0
+# One that takes less is called once before its turn: a slow one leaves the host's caches full of other code.
 FAST_MS = 10.0
 # The programs that may refuse a row begin with these.
 OURS = ("refold", "accelerated")
@@ -37,41 +40,38 @@ def _several(results: Any) -> Sequence[Tensor]:
     return (results,) if isinstance(results, Tensor) else results
 
 
-def take_turns(runs: Mapping[str, Turn], rounds: int, device: torch.device, calls: int = 1) -> dict[str, list[float]]:
+def times_ms(runs: Mapping[str, Turn], rounds: int, device: torch.device, calls: int = 1) -> dict[str, list[float]]:
     """Time programs that take turns: the sorted times of a call, in milliseconds; slow ones get fewer turns.
 
-    A fast program is called once before its turn: a slow one leaves the host's caches full of other code. On a GPU, a
-    turn is ``calls`` calls in a row, and the host does not wait between them. It waits before the first call, and the
-    L2 cache is overwritten then.
+    On a GPU, a turn is ``calls`` calls in a row, and the host does not wait between them. It waits before the first
+    call, and the L2 cache is overwritten then.
     """
-    times: dict[str, list[float]] = {name: [] for name in runs}
     flush = None
     if device.type == "cuda":
         # What lies in a large block that is free would split it, and the next program that needs all of it fails.
         torch.cuda.empty_cache()
         flush = torch.empty(1 << 28, dtype=torch.float32, device=device)
-    for i in range(rounds + 2):
-        for name, run in runs.items():
-            if i > 4 and times[name][0] > SLOW_MS:
-                continue
-            if times[name] and times[name][0] < FAST_MS:
-                run()
-            if flush is None:
-                start = time.perf_counter()
-                run()
-                ms = (time.perf_counter() - start) * 1e3
-            else:
-                flush.zero_()
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                many = 1 if times[name] and times[name][0] > SLOW_MS else calls
-                begin.record()
-                for _ in range(many):
-                    run()
-                end.record()
-                end.synchronize()
-                ms = begin.elapsed_time(end) / many
-            times[name] += [ms] if i >= 2 else []
-    return {name: sorted(found) for name, found in times.items()}
+
+    def sample(run: Turn, before: Sequence[float]) -> float:
+        first = before[WARM] if len(before) > WARM else math.nan
+        if first < FAST_MS:
+            run()
+        if flush is None:
+            start = time.perf_counter()
+            run()
+            return (time.perf_counter() - start) * 1e3
+        flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        many = 1 if first > SLOW_MS else calls
+        begin.record()
+        for _ in range(many):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / many
+
+    found = take_turns(runs, WARM + rounds, sample, lambda times: len(times) > 4 and times[WARM] > SLOW_MS)
+    return {name: sorted(times[WARM:]) for name, times in found.items()}
 
 
 def contest(
@@ -118,7 +118,7 @@ def contest(
         if name.startswith(OURS):
             row["refused"] = f"{name}: {reason}"
     del expected
-    times = take_turns(runs, rounds, device, calls)
+    times = times_ms(runs, rounds, device, calls)
     row |= {
         medians: {name: statistics.median(found) for name, found in times.items()},
         "best_ms": {name: found[0] for name, found in times.items()},

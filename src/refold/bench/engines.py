@@ -22,7 +22,7 @@ from torch import Tensor
 from ..engines import adapters
 from ..errors import first_line
 from . import engine_kernels
-from .contest import relative, take_turns
+from .contest import relative, times_ms
 from .options import check_names
 from .progress import wanted
 from .rows import Row
@@ -332,7 +332,7 @@ def _measure(runs: dict[str, EngineCall], given: Given, rounds: int) -> Row:
             eager[name] = partial(run, copied(given))
         except Exception as error:  # whatever a kernel raises; the run goes on
             row["not_run"][name] = first_line(error, 200)
-    times = {"eager_ms": take_turns(eager, rounds, device), "median_ms": take_turns(graphs, rounds, device)}
+    times = {"eager_ms": times_ms(eager, rounds, device), "median_ms": times_ms(graphs, rounds, device)}
     for key, taken in times.items():
         count = layers if key == "median_ms" else 1
         row[key] = {name: statistics.median(values) / count for name, values in taken.items()}

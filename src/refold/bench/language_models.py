@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from ..models import counts
 from ..models.configs import Config, HybridConfig, Mamba2Config, MambaConfig, Mixer2Config
 from .rows import Row
+from .turns import take_turns
 
 
 def mamba2(d_model: int, nlayers: int) -> Mamba2Config:
@@ -65,13 +66,12 @@ def turns(calls: Mapping[str, Callable[[], Any]], repeats: int, rounds: int) -> 
 
     The first call of each, which may compile, does not count. If it takes longer than `SLOW_S`, it is the only one.
     """
-    first = {name: seconds(call, 1, rounds) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            if first[name][0] * rounds <= SLOW_S:
-                times[name] += seconds(call, 1, rounds)
-    return {name: found or first[name] for name, found in times.items()}
+
+    def slow(found: Sequence[float]) -> bool:
+        return bool(found) and found[0] * rounds > SLOW_S
+
+    times = take_turns(calls, 1 + repeats, lambda call, _: seconds(call, 1, rounds)[0], slow)
+    return {name: found[1:] or found for name, found in times.items()}
 
 
 def in_turns(

@@ -26,6 +26,7 @@ from ..verify.timing import once_ms, sample_ms
 from .options import check_names
 from .progress import wanted
 from .rows import Row
+from .turns import Turn, take_turns
 
 # Batch and channels of a case; heads have eight channels.
 BATCH, CHANNELS, HEAD = 4, 64, 8
@@ -448,7 +449,7 @@ def measure(name: str, steps: int, grad: bool, device: str, budget: float) -> Ro
     if not errors["refold"] <= BOUND * errors["eager"] + 1e-6:
         return row | {"refused": f"an error above {BOUND} times eager's"}
     calls = {who: partial(call, fn, inputs, weights) for who, fn in runs.items()}
-    return row | {"times_ms": in_turns(calls, inputs[0].device)}
+    return row | {"times_ms": medians_ms(calls, inputs[0].device)}
 
 
 def call(fn: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
@@ -483,14 +484,14 @@ def error(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
-def _sample(run: Callable[[], object], device: torch.device) -> float:
+def _sample(run: Turn, device: torch.device) -> float:
     end, best = time.perf_counter() + WARM_MS / 1e3, sample_ms(run, device)
     while time.perf_counter() < end:
         best = min(best, once_ms(run, device))
     return best
 
 
-def in_turns(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+def medians_ms(runs: Mapping[str, Turn], device: torch.device) -> dict[str, float]:
     """Return medians of up to `ROUNDS` samples each, in turns, after a call that compiles; fewer if they are long.
 
     Every round has an order of its own. A sample is the best of a few calls, and of as many as fit in `WARM_MS`: the
@@ -499,10 +500,9 @@ def in_turns(runs: Mapping[str, Callable[[], object]], device: torch.device) -> 
     for name, run in runs.items():
         if name != "eager":
             run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
-    for _ in range(ROUNDS):
-        for name in order.sample(list(runs), len(runs)):
-            if sum(times[name]) < LONG_MS:
-                times[name].append(_sample(runs[name], device))
+    times = take_turns(
+        runs, ROUNDS, lambda run, _: _sample(run, device), lambda found: sum(found) >= LONG_MS,
+        lambda names: order.sample(names, len(names)),
+    )  # fmt: skip
     return {name: statistics.median(found) for name, found in times.items()}
