@@ -8,11 +8,12 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from cpu.compiler.beside_float64 import errors  # noqa: E402
 from refold.bench.recurrences import RECURRENCES  # noqa: E402
 from refold.compiler.dynamo.capture.trace import SHORTEST  # noqa: E402
 from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM  # noqa: E402
 from support import chunked_deltas  # noqa: E402
-from support.scans import compiled, flat, operators  # noqa: E402
+from support.scans import compiled, operators  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 CHUNKS, KEYED = "linear_scan over chunks", "delta_rule"
@@ -48,35 +49,23 @@ def test_loop(name, loop, cuda):
     given = [a.to(cuda) for a in arguments(module, loop)]
     torch.set_default_device(cuda)
     function = getattr(module, loop)
-    with torch.no_grad():
-        run = compiled(function)
-        got, eager = flat(run(*given)), flat(function(*given))
-        exact = flat(function(*(a.double() for a in given)))
+    run = compiled(function)
+    found, own = (errors(program, function, given) for program in (run, function))
     assert operators(run) == [LOOPS[name][loop]]
-    for one, other, want in zip(got, eager, exact, strict=True):
-        error, bound = ((a.double() - want).norm() / want.norm() for a in (one, other))
-        assert error <= 4 * bound + torch.finfo(one.dtype).eps
+    for error, bound in zip(found, own, strict=True):
+        assert error <= 4 * bound + torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", ["lru", "bidirectional-ssm", "holt-winters", "biquad", "rwkv4", "ind-rnn"])
 def test_public_recurrence(name, grad, cuda):
     one = RECURRENCES[name]
-    inputs = [x.to(cuda).requires_grad_(grad) for x in one.inputs(2, 64, 16)]
-    exact = [x.detach().double().requires_grad_(grad) for x in inputs]
+    inputs = [x.to(cuda) for x in one.inputs(2, 64, 16)]
     run = compiled(one.fn)
-    with torch.set_grad_enabled(grad):
-        results = [fn(*given) for fn, given in ((run, inputs), (one.fn, inputs), (one.fn, exact))]
-        if grad:
-            weights = torch.randn(results[0].shape, generator=torch.Generator().manual_seed(1)).to(cuda)
-            results = [
-                torch.autograd.grad(y, given, weights.to(y))
-                for y, given in zip(results, (inputs, inputs, exact), strict=True)
-            ]
+    found, own = (errors(program, one.fn, inputs, grad) for program in (run, one.fn))
     assert any(one.found in operator for operator in operators(run))
     assert not any("Inductor failed" in note for graph in run.report.graphs for note in graph.notes)
-    for got, eager, want in zip(*map(flat, results), strict=True):
-        error, bound = ((a.double() - want).norm() / want.norm() for a in (got, eager))
+    for error, bound in zip(found, own, strict=True):
         assert error <= 16 * bound + 1e-6
 
 
@@ -89,16 +78,9 @@ def test_delta_rule_in_chunks(chunks, decay, grad, cuda):
     mild = g if g is None else 0.1 * g  # what is forgotten has small gradients, which err more
     given = [x if x is None else x.to(cuda) for x in (q, k, v, mild, beta)]
     torch.set_default_device(cuda)
-    run, results = compiled(chunked_deltas.chunked), []
-    for program, dtype in ((run, torch.float32), (chunked_deltas.chunked, torch.float64)):
-        leaves = [x if x is None else x.to(dtype, copy=True).requires_grad_(grad) for x in given]
-        found = flat(program(*leaves))
-        if grad:
-            sum(y.square().sum() for y in found).backward()
-        results.append([x.detach() for x in (*found, *(x.grad for x in leaves if grad and x is not None))])
+    run = compiled(chunked_deltas.chunked)
+    assert max(errors(run, chunked_deltas.chunked, given, grad)) <= 1e-5
     assert operators(run) == ["delta_rule"] * 2
-    for got, want in zip(*results, strict=True):
-        assert (got - want).norm() <= 1e-5 * want.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from cpu.compiler.beside_float64 import errors
 from refold.compiler.dynamo import captures_loops, notes
 from refold.compiler.inductor import bind, show_graph
 from refold.compiler.ir.captured_loop import CapturedLoop
@@ -13,7 +14,7 @@ from refold.compiler.ir.evaluate import evaluate
 from refold.compiler.ir.metadata import stale
 from refold.compiler.ir.rewrite import Rewrite
 from refold.compiler.pipeline import run
-from support.scans import flat, spliced
+from support.scans import spliced
 
 
 @pytest.fixture(autouse=True)
@@ -93,14 +94,8 @@ def around_loops():
 
     def go(fn, given, mode="training"):
         run, seen = spliced(fn, mode)
-        results = []
-        for program, dtype in ((run, torch.float32), (fn, torch.float64)):
-            leaves = [x.to(dtype, copy=True).requires_grad_(mode == "training") for x in given]
-            found = flat(program(*leaves))
-            if mode == "training":
-                sum(y.square().sum() for y in found).backward()
-            results.append([x.detach() for x in (*found, *(x.grad for x in leaves if x.grad is not None))])
-        return seen, max(float((got - want).norm() / want.norm()) for got, want in zip(*results, strict=True))
+        found = errors(run, fn, given, mode == "training")
+        return seen, max(found)
 
     return go
 
