@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ AMD = "amd-epyc-2-threads"
 AIMS: dict[str, float | int] = {
     "2.7B decode batch 1": 1.9, "2.7B decode batch 16": 2.9, "130M decode batch 1": 0.45, "2.7B prefill 8192": 55,
 }  # fmt: skip
+
+# What a layer is run by, in the order of columns.
+SPELLINGS = ("eager", "torch.compile", "mamba_ssm", "refold.ops", "refold")
 
 Columns = dict[str, Callable[[Row], str]]
 
@@ -146,8 +149,46 @@ def _ms(value: float | str | None) -> str:
     return f"{rounded(value)}\u00a0ms"  # one word: cells do not break it
 
 
+def times(*names: str) -> Columns:
+    """Return a column for the time of each program, with its name in rows."""
+    return {name.replace("_", "-"): time(name) for name in names}
+
+
+def seconds(name: str) -> Callable[[Row], str]:
+    """Return a column that shows a field in seconds."""
+    return lambda row: f"{row[name]:.1f} s"
+
+
+def sizes(row: Row) -> str:
+    """Say how many rows of how many tokens were computed."""
+    return f"{row['batch']} x {row['tokens']}"
+
+
+def card(row: Row) -> str:
+    """Return the short name of a row's GPU."""
+    return device(row).removeprefix("NVIDIA ").partition(" 80GB")[0]
+
+
+def program(row: Row) -> str:
+    """Return the program of a row of generation."""
+    return {"torch": "refold", "jax": "refold"}.get(row["backend"], row["backend"]).replace("torch,", "refold,")
+
+
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _machines() -> list[str]:
+    return sorted(path.name for path in RESULTS.iterdir() if path.is_dir() and path.name != "numerics")
+
+
+def _cpus() -> list[str]:
+    return [name for name in _machines() if name.endswith(("-thread", "-threads"))]
+
+
+def every(folders: Iterable[str], *suites: str) -> list[Row]:
+    """Return the rows of suites of several machines."""
+    return [row for folder in folders for row in stored(RESULTS, folder, *suites)]
 
 
 # Tables -----------------------------------------------------------------------------------------
@@ -165,9 +206,7 @@ def granite_layer() -> str:
         return time("torch.compile", shown=shown)({**row, "not_run": {}}).replace("-", "fails (torch 2.11)")
 
     return table(granite_rows(RESULTS), {
-        "machine, dtype, batch x tokens": lambda row: (
-            f"{device(row)}, {row['dtype']}, {row['batch']} x {row['tokens']}"
-        ),
+        "machine, dtype, batch x tokens": lambda row: f"{device(row)}, {row['dtype']}, {sizes(row)}",
         "transformers": key("transformers"),
         "eager": time("eager", shown=shown),
         "torch.compile": compiled,
@@ -178,31 +217,18 @@ def granite_layer() -> str:
 
 def granite_programs() -> str:
     """Return the table of all programs of the Granite layer, and of its product that is summed: times and kernels."""
-    rows = [row for folder in (GPU, *_cpus()) for row in stored(RESULTS, folder, "granite-layer") if "kernels" in row]
 
-    def program(*names: str) -> Callable[[Row], str]:
+    def counted(name: str) -> Callable[[Row], str]:
         def cell(row: Row) -> str:
-            name = next((name for name in names if name in row["kernels"]), names[0])
-            if name not in row["times_ms"] or name not in row["kernels"]:
-                return time(name)(row)
-            count = row["kernels"][name]
-            return f"{time(name)(row)}, {count} kernel{'s' * (count != 1)}"
+            count = row["kernels"].get(name) if name in row["times_ms"] else None
+            return time(name)(row) + ("" if count is None else f", {count} kernel{'s' * (count != 1)}")
 
         return cell
 
-    return table(rows, {
-        "what": lambda row: f"{row['case']}, {row['dtype']}, {row['batch']} x {row['tokens']}, {device(row)}",
-        "eager": program("eager"),
-        "torch.compile": program("torch.compile"),
-        "mamba-ssm": program("mamba_ssm"),
-        "refold.ops": program("refold.ops"),
-        "refold": program("refold"),
+    return table([row for row in every((GPU, *_cpus()), "granite-layer") if "kernels" in row], {
+        "what": lambda row: f"{row['case']}, {row['dtype']}, {sizes(row)}, {device(row)}",
+        **{name.replace("_", "-"): counted(name) for name in SPELLINGS},
     })  # fmt: skip
-
-
-def card(row: Row) -> str:
-    """Return the short name of a row's GPU."""
-    return device(row).removeprefix("NVIDIA ").partition(" 80GB")[0]
 
 
 def ssd(suite: str) -> Callable[[], str]:
@@ -215,7 +241,7 @@ def ssd(suite: str) -> Callable[[], str]:
 
         return cell
 
-    return lambda: table([row for folder in _machines() for row in stored(RESULTS, folder, suite)], {
+    return lambda: table(every(_machines(), suite), {
         "batch x tokens x heads, channels x states": key("case"),
         "card": card,
         "refold": time("refold"),
@@ -230,8 +256,7 @@ def ssd(suite: str) -> Callable[[], str]:
 
 def delta_rule() -> str:
     """Return the table of the delta rule, forward and with gradients, next to fla."""
-    suites = ("delta-rule", "delta-rule-backward")
-    return table([row for folder in _machines() for suite in suites for row in stored(RESULTS, folder, suite)], {
+    return table(every(_machines(), "delta-rule", "delta-rule-backward"), {
         "layer, batch x tokens, heads of keys/values": key("case"),
         "pass": lambda row: "with gradients" if row.get("pass") else "forward",
         "card": card,
@@ -240,11 +265,13 @@ def delta_rule() -> str:
     })  # fmt: skip
 
 
+def published_case(row: Row) -> str:
+    """Say what a row of published results was measured on."""
+    return f"{row['case']}, {row['dtype']}" + (f", batch {row['batch']}" if "batch" in row else "")
+
+
 def published(result: str) -> Callable[[], str]:
     """Make a renderer of the table of a published result: its program, ours, the ratio and errors against float64."""
-
-    def named(name: str) -> Callable[[Row], str]:
-        return lambda row: time(row[name])(row)
 
     def fastest(row: Row) -> str:
         others = {
@@ -260,17 +287,20 @@ def published(result: str) -> Callable[[], str]:
         found = {names.get(name, ""): value for name, value in row["errors"].items()}
         return ", ".join(f"{found[name]:.1e}" if name in found else "-" for name in ("refold", "published"))
 
-    return lambda: table([row for row in published_rows(RESULTS) if row["result"] == result], {
-        "what": lambda row: f"{row['case']}, {row['dtype']}" + (f", batch {row['batch']}" if "batch" in row else ""),
+    def rows() -> list[Row]:
+        return [row for row in published_rows(RESULTS) if row["result"] == result]
+
+    return lambda: table(rows(), {
+        "what": published_case,
         "device": device,
         "eager": time("eager"),
-        "published program": lambda row: f"{row['rival'].replace('_', '-')}: {named('rival')(row)}",
-        "refold": named("ours"),
+        "published program": lambda row: f"{row['rival'].replace('_', '-')}: {time(row['rival'])(row)}",
+        "refold": lambda row: time(row["ours"])(row),
         "published / refold": lambda row: f"**{row['ratio']:.2f}x**" if row["ratio"] else "-",
         "the fastest other, over refold": fastest,
         "errors: refold, published": error,
         "longest kernel of the published": lambda row: f"`{(row.get('longest') or {}).get(row['rival'], '-')[:48]}`",
-    }) + not_run([row for row in published_rows(RESULTS) if row["result"] == result])  # fmt: skip
+    }) + not_run(rows())  # fmt: skip
 
 
 def published_figure() -> str:
@@ -291,7 +321,6 @@ def not_run(rows: list[Row]) -> str:
 
 def published_counts() -> str:
     """Return the table of what published results count: launches, equal tokens, shares of elements."""
-    rows = [row for folder in _machines() for row in stored(RESULTS, folder, "published") if "counts" in row]
 
     def count(*names: str) -> Callable[[Row], str]:
         def cell(row: Row) -> str:
@@ -300,8 +329,8 @@ def published_counts() -> str:
 
         return cell
 
-    return table(rows, {
-        "what": lambda row: f"{row['case']}, {row['dtype']}" + (f", batch {row['batch']}" if "batch" in row else ""),
+    return table([row for row in every(_machines(), "published") if "counts" in row], {
+        "what": published_case,
         "device": device,
         "counted": key("what"),
         "eager": count("eager"),
@@ -309,10 +338,6 @@ def published_counts() -> str:
         "mamba-ssm": count("mamba_ssm"),
         "refold": count("refold"),
     })  # fmt: skip
-
-
-def _machines() -> list[str]:
-    return sorted(path.name for path in RESULTS.iterdir() if path.is_dir() and path.name != "numerics")
 
 
 def pointwise() -> str:
@@ -329,18 +354,10 @@ def pointwise() -> str:
 
 def training() -> str:
     """Return the table of layers in training."""
-    peaks = ("mamba_ssm", "refold.ops", "refold")
     return table(stored(RESULTS, GPU, "training"), {
-        "layer": key("case"),
-        "width": key("width"),
-        "batch x tokens": lambda row: f"{row['batch']} x {row['tokens']}",
-        "dtype": key("dtype"),
-        "eager": time("eager"),
-        "torch.compile": time("torch.compile"),
-        "mamba-ssm": time("mamba_ssm"),
-        "refold.ops": time("refold.ops"),
-        "refold": time("refold"),
-        "peaks of these": lambda row: ", ".join(_size(row["peak_bytes"][name]) for name in peaks),
+        "layer": key("case"), "width": key("width"), "batch x tokens": sizes, "dtype": key("dtype"),
+        **times(*SPELLINGS),
+        "peaks of these": lambda row: ", ".join(_size(row["peak_bytes"][name]) for name in SPELLINGS[2:]),
     })  # fmt: skip
 
 
@@ -350,15 +367,8 @@ def linear_attention() -> str:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     rows.sort(key=lambda row: (row["pass"], cases.index(row["case"]), row["batch"], row["tokens"]))
     return table(rows, {
-        "kind": key("case"),
-        "pass": key("pass"),
-        "batch x tokens": lambda row: f"{row['batch']} x {row['tokens']}",
-        "dtype": key("dtype"),
-        "eager": time("eager"),
-        "torch.compile": time("torch.compile"),
-        "fla": time("fla"),
-        "refold.ops": time("refold.ops"),
-        "refold": time("refold"),
+        "kind": key("case"), "pass": key("pass"), "batch x tokens": sizes, "dtype": key("dtype"),
+        **times("eager", "torch.compile", "fla", "refold.ops", "refold"),
     })  # fmt: skip
 
 
@@ -372,9 +382,7 @@ def kernelbench() -> str:
     said += [f"Not finished: {', '.join(failed)}."] if failed else []
     return " ".join(said) + "\n\n" + table(timed, {
         "problem": lambda row: f"{row['example']} {row['file'].partition('_')[2].removesuffix('.py').rstrip('_')}",
-        "eager": time("eager"),
-        "torch.compile": time("torch.compile"),
-        "refold": time("refold"),
+        **times("eager", "torch.compile", "refold"),
         "the faster of both, over refold": lambda row: f"{row['ratio']:.2f}x" if row["ratio"] else "-",
         "runs": lambda row: ", ".join(row["chosen"]).replace("inductor", "torch.compile"),
         "right": lambda row: "no" if "refused" in row else "yes",
@@ -419,9 +427,9 @@ def models(folders: Callable[[], list[str]]) -> Callable[[], str]:
         ms = row.get("best_ms", {})
         return f"{ms['refold'] / ms['accelerated']:.2f}x" if {"refold", "accelerated"} <= ms.keys() else "-"
 
-    return lambda: table([row for folder in folders() for row in stored(RESULTS, folder, "models")], {
+    return lambda: table(every(folders(), "models"), {
         "model": key("case"),
-        "width, tokens, dtype": lambda row: f"{row['width']}, {row['batch']} x {row['tokens']}, {row['dtype']}",
+        "width, tokens, dtype": lambda row: f"{row['width']}, {sizes(row)}, {row['dtype']}",
         "eager": best("eager"),
         "torch.compile": best("torch.compile"),
         "accelerated": best("accelerated"),
@@ -433,18 +441,15 @@ def models(folders: Callable[[], list[str]]) -> Callable[[], str]:
 
 def cpu() -> str:
     """Return the table of the suite cpu, of the machine that it was measured on last."""
-    found = [(RESULTS / folder, stored(RESULTS, folder, "cpu")) for folder in _cpus()]
-    rows = max((rows for _, rows in found if rows), key=lambda rows: max(row["date"] for row in rows), default=[])
+    found = [rows for folder in _cpus() if (rows := stored(RESULTS, folder, "cpu"))]
+    rows = max(found, key=lambda rows: max(row["date"] for row in rows), default=[])
     pairs: dict[str, Row] = {}
     for row in rows:
         if "backend" in row:  # generation: a row per program
             row = {**row, "times_ms": {row["backend"].replace("torch", "refold"): 1e3 * row["median_s"]}}
         if "first_call_s" in row and "times_ms" not in row:
-            row = {
-                **row,
-                "case": f"first call, loop of {row['case']}",
-                "times_ms": {"refold": 1e3 * row["first_call_s"]},
-            }
+            first = {"refold": 1e3 * row["first_call_s"]}
+            row = {**row, "case": f"first call, loop of {row['case']}", "times_ms": first}
         if "steps" in row and "pass" in row:
             row = {**row, "case": f"{row['case']}, {row['steps']} steps"}
         times = {**pairs.get(row["case"], row)["times_ms"], **row["times_ms"]}
@@ -453,28 +458,15 @@ def cpu() -> str:
     def others(row: Row) -> str:
         return "; ".join(f"{name}: {_ms(ms)}" for name, ms in row["times_ms"].items() if name != "refold") or "-"
 
-    return table(list(pairs.values()), {
-        "what": key("case"),
-        "refold": time("refold"),
-        "others": others,
-    })  # fmt: skip
+    return table(list(pairs.values()), {"what": key("case"), "refold": time("refold"), "others": others})
 
 
 def compile_time() -> str:
     """Return the table of first calls."""
-
-    def seconds(*names: str) -> Callable[[Row], str]:
-        def cell(row: Row) -> str:
-            (graph,) = row["report"]["graphs"]
-            return next(f"{graph[name]:.1f} s" for name in names if graph.get(name) is not None)
-
-        return cell
-
-    return table(stored(RESULTS, CPU, "compile-time"), {
-        "layers x steps": key("case"),
-        "first call": lambda row: f"{row['first_call_s']:.1f} s",
-        "compile": seconds("compile_s"),
-        "checks and timing": seconds("checks_s", "proof_s"),
+    graphs = [{**row["report"]["graphs"][0], **row} for row in stored(RESULTS, CPU, "compile-time")]
+    return table([{"checks_s": row.get("proof_s"), **row} for row in graphs], {
+        "layers x steps": key("case"), "first call": seconds("first_call_s"), "compile": seconds("compile_s"),
+        "checks and timing": seconds("checks_s"),
     })  # fmt: skip
 
 
@@ -500,8 +492,7 @@ def generation(*suites: str) -> Callable[[], str]:
 
     return lambda: table(sorted(stored(RESULTS, GPU, *suites), key=standing), {
         "what": key("case"),
-        "program": lambda row: {"torch": "refold", "jax": "refold"}.get(row["backend"], row["backend"]).replace(
-            "torch,", "refold,"),
+        "program": program,
         "time": lambda row: _ms(1e3 * row["median_s"]) if measured(row) else "not run",
         "least": lambda row: _ms(least(row)) if measured(row) else "-",
         "share": share,
@@ -510,42 +501,51 @@ def generation(*suites: str) -> Callable[[], str]:
     })  # fmt: skip
 
 
-def generate(gpus: Sequence[str], short: bool = False) -> Callable[[], str]:
+def generate_rows(gpus: Iterable[str]) -> list[Row]:
+    """Return the rows of accelerated models; ``seconds`` are those of all programs, None where memory was too small."""
+    rows, found = every(gpus, "generate"), dict[tuple[str, str], dict[str, float | None]]()
+    for row in rows:
+        found.setdefault((card(row), row["case"]), {})[row["backend"]] = row["median_s"] if measured(row) else None
+    return [{**row, "seconds": found[card(row), row["case"]]} for row in rows if row["backend"] == "accelerated"]
+
+
+def generate_time(name: str) -> Callable[[Row], str]:
+    """Return a column that shows the time of a program that generates."""
+
+    def cell(row: Row) -> str:
+        if name not in row["seconds"]:
+            return "-"
+        return "out of memory" if row["seconds"][name] is None else _ms(1e3 * row["seconds"][name])
+
+    return cell
+
+
+def generate_gain(row: Row) -> str:
+    """Say how many times as fast the accelerated model generates; a dash where one of both was not measured."""
+    unmodified, accelerated = (row["seconds"].get(name) for name in ("transformers", "accelerated"))
+    return f"{unmodified / accelerated:.0f}x" if unmodified and accelerated else "-"
+
+
+GENERATE: Columns = {
+    "model": lambda row: row["case"].partition(" ")[0],
+    "rows": lambda row: row["case"].split()[3],
+    "card": card,
+    "unmodified": generate_time("transformers"),
+    "accelerated, `graphs=False`": generate_time("accelerated, no graphs"),
+    "accelerated": lambda row: f"**{generate_time('accelerated')(row)}**",
+    "lean model": generate_time("lean"),
+    "the loop alone": generate_time("a model that does nothing"),
+    "faster": generate_gain,
+}
+
+
+def generate(gpus: Iterable[str], *columns: str) -> Callable[[], str]:
     """Make a renderer of ``model.generate``: a line per card, model and number of rows, a column per program."""
-
-    def rendered() -> str:
-        rows = [row for gpu in gpus for row in stored(RESULTS, gpu, "generate")]
-        of = {(card(row), row["case"], row["backend"]): row for row in rows}
-
-        def time(backend: str) -> Callable[[Row], str]:
-            def cell(row: Row) -> str:
-                found = of.get((card(row), row["case"], backend))
-                return "-" if found is None else _ms(1e3 * found["median_s"]) if measured(found) else "out of memory"
-
-            return cell
-
-        def gain(row: Row) -> str:
-            return f"{of[card(row), row['case'], 'transformers']['median_s'] / row['median_s']:.0f}x"
-
-        named = {"model": lambda row: row["case"].partition(" ")[0], "rows": lambda row: row["case"].split()[3]}
-        unmodified = {"unmodified": time("transformers")}
-        ours = {"accelerated": lambda row: f"**{time('accelerated')(row)}**"}
-        return table([row for row in rows if row["backend"] == "accelerated"], {
-            **named, **unmodified, **ours, "faster": gain,
-        } if short else {
-            **named, "card": card, **unmodified, "accelerated, `graphs=False`": time("accelerated, no graphs"), **ours,
-            "lean model": time("lean"), "the loop alone": time("a model that does nothing"),
-        })  # fmt: skip
-
-    return rendered
+    return lambda: table(generate_rows(gpus), {name: GENERATE[name] for name in columns})
 
 
 def starts() -> str:
     """Return the table of first calls on a GPU: a line per operator and dtype and pass."""
-
-    def seconds(name: str) -> Callable[[Row], str]:
-        return lambda row: f"{row[name]:.1f} s"
-
     return table(stored(RESULTS, GPU, "starts"), {
         "operator": key("case"), "pass": key("pass"), "empty caches": seconds("empty_s"),
         "a second process": seconds("full_s"), "kernels": key("kernels"),
@@ -556,7 +556,7 @@ def engines() -> str:
     """Return the table of calls of serving engines: a line per layer, phase and size, a column per program."""
     return table(stored(RESULTS, H100, "engines"), {
         "layer, phase": key("case"),
-        "rows x tokens": lambda row: f"{row['batch']} x {row['tokens']}",
+        "rows x tokens": sizes,
         "refold": time("refold"),
         "refold, SGLang's call": time("refold, sglang"),
         "vLLM's Triton": time("vllm"),
@@ -637,11 +637,8 @@ def scale_paper() -> str:
 
 def in_turns(suite: str) -> Callable[[], str]:
     """Make a renderer of the table of generation on a CPU: a line per program and machine."""
-    return lambda: table([row for folder in _cpus() for row in stored(RESULTS, folder, suite)], {
-        "machine": device,
-        "what": key("case"),
-        "program": lambda row: {"torch": "refold", "jax": "refold"}.get(row["backend"], row["backend"]),
-        "time": lambda row: _ms(1e3 * row["median_s"]),
+    return lambda: table(every(_cpus(), suite), {
+        "machine": device, "what": key("case"), "program": program, "time": lambda row: _ms(1e3 * row["median_s"]),
     })  # fmt: skip
 
 
@@ -655,10 +652,6 @@ def ssd_jax() -> str:
     })  # fmt: skip
 
 
-def _cpus() -> list[str]:
-    return sorted(path.name for path in RESULTS.iterdir() if path.name.endswith(("-thread", "-threads")))
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "granite_layer": granite_layer, "granite_programs": granite_programs, "ssd": ssd("ssd"),
     "ssd_sizes": ssd("ssd-sizes"), "delta_rule": delta_rule,
@@ -670,7 +663,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "recurrences": recurrences(CPU), "recurrences_amd": recurrences(AMD),
     "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
-    "prefill": generation("prefill"), "generate": generate([H100, GPU]), "generate_short": generate([GPU], short=True),
+    "prefill": generation("prefill"), "generate": generate((H100, GPU), *[n for n in GENERATE if n != "faster"]),
+    "generate_short": generate((GPU,), "model", "rows", "unmodified", "accelerated", "faster"),
     "generation": generation("generation"),
     "ssd_jax": ssd_jax, "scale": scale(GPU), "scale_h100": scale(H100),
     "scale_fit": scale_fit, "scale_paper": scale_paper, "engines": engines, "starts": starts,

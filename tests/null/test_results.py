@@ -67,6 +67,19 @@ def test_a_table_says_how_many_of_its_rows_are_older_than_the_code(monkeypatch):
     assert "older" not in render.origin([row("new")])
 
 
+@pytest.mark.parametrize("unmodified", [{"median_s": 3.0}, {"not_run": "OutOfMemoryError: all of it"}, None])
+def test_a_model_that_was_measured_alone_has_no_gain(monkeypatch, unmodified):
+    render = tool("render_tables")
+    about = {"suite": "generate", "env": {"gpu": "NVIDIA H200"}, "median_s": 1.0}
+    rows = [{**about, "backend": name, "case": "130M batch x 8"} for name in ("transformers", "accelerated")]
+    alone = {**about, "backend": "accelerated", "case": "130M batch x 1"}
+    other = [] if unmodified is None else [{**about, "case": alone["case"], "backend": "transformers"} | unmodified]
+    monkeypatch.setattr(render, "stored", lambda *_: [*rows, alone, *other])
+    monkeypatch.setattr(render, "origin", lambda _: "")
+    cells = render.TABLES["generate_short"]().splitlines()[3].split(" | ")
+    assert cells[-1] == ("3x |" if unmodified == {"median_s": 3.0} else "- |")
+
+
 def test_a_number_of_a_sentence_is_drawn_from_rows():
     text = "It takes <!-- value: gradients_short -->0 ms<!-- end --> here."
     rows = (ROOT / "benchmarks/results/nvidia-h200/pointwise_backward.jsonl").read_text().splitlines()
