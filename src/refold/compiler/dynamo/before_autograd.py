@@ -43,9 +43,10 @@ from ..private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, 
 from ..recurrence.prefix import FEWEST_LEVELS, levels
 from ..refusals import Refusal, refused
 from .associative_scan import Neighbours
-from .body import differentiable, environment, to_aten
+from .body import differentiable
 from .mutation import changed_in_place, is_autograd_function, storages, writes, written
-from .one_call import can_run_alone, run_alone, twin
+from .one_call import run_alone
+from .to_aten import environment, to_aten, twin
 from .to_scan import describe_loop
 
 aten = torch.ops.aten
@@ -305,7 +306,7 @@ class BeforeAutograd:
         if self._needs.get(node) or counts or writes(node) or node.op == "output" or node in self._loops:
             return False
         asked = {x for x in node.all_input_nodes if self._needs.get(x)}
-        return bool(asked) and not (can_run_alone(node) and asked.isdisjoint(run_alone(node)[2]))
+        return bool(asked) and ((ran := run_alone(node)) is None or not asked.isdisjoint(ran[2]))
 
     def _change(self, node: Node) -> Node | None:
         """Find a node that may change a node's memory in place."""

@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ..ir.fx import known
 from ..private import HigherOrderOperator, TorchDispatchMode, tree_leaves
+from .to_aten import twin
 
 aten = torch.ops.aten
 CONSTANTS = (
@@ -17,54 +17,42 @@ CONSTANTS = (
     aten.new_full,
 )  # fmt: skip
 """What makes one value in a form that it is given, or that of another tensor."""
-
-
-def twin(x: Any) -> Any:
-    """Make another tensor of the same form, with numbers for the sizes that are known by now; return all else."""
-    if not isinstance(x, torch.Tensor):
-        return x if isinstance(x, int) else known(x)
-    shape, strides = ([known(n) for n in sizes] for sizes in (x.shape, x.stride()))
-    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+_READ_NOTHING = (*CONSTANTS, aten.empty_like, aten.new_empty, aten.new_empty_strided)
 
 
 class Operations(TorchDispatchMode):
-    """Notes which ATen operations run, and the tensors whose values they read, not their form alone."""
+    """Notes which ATen operations run, and what they are given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Any] = []
-        self.read: list[torch.Tensor] = []
+        self.seen: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "prim":  # questions, such as which device
-            self.seen.append(func)
-            if func.overloadpacket not in CONSTANTS:
-                self.read += [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self.seen.append((func, (args, kwargs)))
         return func(*args, **(kwargs or {}))
 
 
-def can_run_alone(node: Node) -> bool:
-    """Tell whether a node is a function or method of plain tensors and sizes."""
-    given = [x.meta.get("example_value") for x in node.all_input_nodes]
-    tensors = [x for x in given if not isinstance(x, (int, torch.SymInt))]
-    plain = node.op in ("call_function", "call_method") and not isinstance(node.target, HigherOrderOperator)
-    return plain and all(type(x) is torch._subclasses.FakeTensor for x in tensors)
-
-
-def run_alone(node: Node) -> tuple[Any, list[Any], list[Node]]:
-    """Run a call for which `can_run_alone` holds with other values of the same form.
+def run_alone(node: Node) -> tuple[Any, list[Any], list[Node]] | None:
+    """Run a function or method of plain tensors and sizes with other values of the same form.
 
     Returns:
         The result, the ATen operations that ran, and the tensors whose values the call reads: ``x.to(y)`` reads ``x``.
+        None for any other call.
     """
-    examples: dict[Node, Any] = {x: x.meta["example_value"] for x in node.all_input_nodes}
-    tensors = [x for x in (*examples.values(), node.meta.get("example_value")) if isinstance(x, torch.Tensor)]
-    mode: Any = tensors[0].fake_mode  # type: ignore[attr-defined]
-    with torch.no_grad(), mode, Operations() as ran:
+    examples: dict[Node, Any] = {x: x.meta.get("example_value") for x in node.all_input_nodes}
+    given = [x for x in examples.values() if not isinstance(x, (int, torch.SymInt))]
+    fakes = [x for x in (*given, node.meta.get("example_value")) if type(x) is torch._subclasses.FakeTensor]
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
+        return None
+    if not fakes or any(type(x) is not torch._subclasses.FakeTensor for x in given):
+        return None
+    with torch.no_grad(), fakes[0].fake_mode:
         twins = {x: twin(example) for x, example in examples.items()}
-        ran.seen.clear()
         args, kwargs = map_arg((node.args, node.kwargs), twins.__getitem__)
         run: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-        out = run(*args[node.op == "call_method" :], **kwargs)
-    read = {id(x) for x in (*ran.read, *tree_leaves(out)) if isinstance(x, torch.Tensor)}
-    return out, ran.seen, [node for node, x in twins.items() if id(x) in read]
+        with Operations() as ran:
+            out = run(*args[node.op == "call_method" :], **kwargs)
+    reading = [given for func, given in ran.seen if func.overloadpacket not in _READ_NOTHING]
+    read = {id(x) for x in tree_leaves((reading, out)) if isinstance(x, torch.Tensor)}
+    return out, [func for func, _ in ran.seen], [node for node, x in twins.items() if id(x) in read]

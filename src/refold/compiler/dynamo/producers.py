@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ..private import schema
-from .body import to_aten
-from .mutation import memory
-from .one_call import CONSTANTS, can_run_alone, run_alone, twin
+from .mutation import storages
+from .one_call import CONSTANTS, run_alone
+from .to_aten import to_aten, twin
 
 aten = torch.ops.aten
 
@@ -48,12 +48,11 @@ def elementwise_producers(operands: Sequence[Node], changed: set[Any]) -> set[No
 
 def _is_elementwise(node: Node, changed: set[Any]) -> bool:
     example: Any = node.meta.get("example_value")
-    if not can_run_alone(node) or type(example) is not torch._subclasses.FakeTensor:
+    if type(example) is not torch._subclasses.FakeTensor or (ran := run_alone(node)) is None:
         return False
-    inputs: list[Any] = [x.meta["example_value"] for x in node.all_input_nodes]
-    if any(memory(x) in changed for x in (example, *inputs) if isinstance(x, torch.Tensor)):
+    if any(storages(x) & changed for x in (node, *node.all_input_nodes)):
         return False
-    out, seen, read = run_alone(node)
+    out, seen, read = ran
     if example.requires_grad != any(x.meta["example_value"].requires_grad for x in read):
         return False  # detached, or without gradients
     return (

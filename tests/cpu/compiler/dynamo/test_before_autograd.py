@@ -16,7 +16,7 @@ import refold
 from refold.compiler import early_rewrites
 from refold.compiler.dynamo import before_autograd, captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd, find_rewrites
-from refold.compiler.dynamo.body import to_aten
+from refold.compiler.dynamo.to_aten import to_aten
 from refold.compiler.inductor import clone_inputs
 from refold.compiler.ir.evaluate import values_at
 from refold.compiler.options import Options

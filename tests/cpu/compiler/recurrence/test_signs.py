@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from refold.compiler.dynamo.body import to_aten
+from refold.compiler.dynamo.to_aten import to_aten
 from refold.compiler.recurrence.signs import NEGATIVE, POSITIVE, UNKNOWN, sign
 
 pytestmark = pytest.mark.rows(16)
