@@ -44,7 +44,7 @@ from ..recurrence.prefix import FEWEST_LEVELS, levels
 from ..refusals import Refusal, refused
 from .associative_scan import Neighbours
 from .body import differentiable
-from .mutation import changed_in_place, is_autograd_function, storages, writes, written
+from .mutation import is_autograd_function, storages, writers, writes, written
 from .one_call import run_alone
 from .to_aten import environment, to_aten, twin
 from .to_scan import describe_loop
@@ -148,6 +148,10 @@ def _is_definition(gm: GraphModule, node: Node) -> bool:
     return node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), Neighbours)
 
 
+def _has_effect(node: Node) -> bool:
+    return node.is_impure() or node.op == "call_module" or isinstance(node.target, HigherOrderOperator)
+
+
 def _name(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
@@ -177,9 +181,11 @@ class BeforeAutograd:
         self.rewrites: list[Rewrite] = []
         self.refused: dict[str, Refusal] = {}
         self.notes: list[str] = []
-        self._changed = changed_in_place(gm, cautious=True)
-        self._memory = {node: frozenset(storages(node)) for node in gm.graph.nodes}
-        self._given: dict[frozenset[Any], list[Node]] = {}  # calls that are given something in this memory
+        self._memory = {node: storages(node) for node in gm.graph.nodes}
+        self._writers = writers(gm, cautious=True)  # to each of these memories
+        self._maker: dict[Any, Node] = {}  # of each of these memories
+        for node, memory in self._memory.items():
+            self._maker |= dict.fromkeys(memory - self._maker.keys(), node)
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self._loops = set(captured_loops(gm))
         # Whether each value has a gradient, which takes another run of the graph to see.
@@ -270,8 +276,8 @@ class BeforeAutograd:
                 return because("no-place", "a result is read before its input {} is computed", x)
         seen, stack = set(inputs), list(roots)
         for node in inputs:
-            if (change := self._change(node)) is not None:
-                return because("in-place", "its input {} is changed in place", change, change.args[0])
+            if changes := self._changes(node):
+                return because("in-place", "its input {} is changed in place", changes[0], changes[0].args[0])
         while stack:
             node = stack.pop()
             if node in seen or node in self._constants or node.op == "placeholder":
@@ -284,61 +290,40 @@ class BeforeAutograd:
                     "{} is computed by an autograd function, or by an operation that takes a function",
                     node,
                 )
-            if (change := self._change(node)) is not None:
-                if (read := self._written(node, inputs, roots)) is None:
-                    return because("in-place", "{} is changed in place", change, change.args[0])
-                stack.extend(read)
-                if not self._needs[node] and node in roots and any(self._needs[x] for x in read):
-                    return because("detached", "{} is detached, or computed without gradients", node)
-            elif self._is_detached(node):
-                return because("detached", "{} is detached, or computed without gradients", node)
+            changes = self._changes(node)
+            if changes and not self._are_before(changes, node, roots):
+                return because("in-place", "{} is changed in place", changes[0], changes[0].args[0])
+            stack.extend(changes)
+            # A loop may return nothing and write what it computes: its own nodes are asked.
             loop: Any = self.gm.get_submodule(str(node.target)) if node in self._loops else None
-            inside: list[Node] = [] if loop is None else list(loop.body.graph.nodes)
-            if (inner := next(filter(self._is_detached, inside), None)) is not None:
-                return because("detached", "{} is detached, or computed without gradients", inner)
+            asked = [node] if loop is None else list(loop.body.graph.nodes)
+            if (detached := next(filter(self._is_detached, asked), None)) is not None:
+                return because("detached", "{} is detached, or computed without gradients", detached)
         return None
 
     def _is_detached(self, node: Node) -> bool:
         """Tell whether a value has no gradient, although what it is computed of has one."""
-        example = node.meta.get("example_value")
-        counts = isinstance(example, torch.Tensor) and not (example.is_floating_point() or example.is_complex())
-        # A loop may return nothing and write what it computes: each of its own nodes is asked.
-        if self._needs.get(node) or counts or writes(node) or node.op == "output" or node in self._loops:
-            return False
+        values = tree_leaves([x.meta.get("example_value") for x in (node, *_target(node))])
+        floats = any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in values)
         asked = {x for x in node.all_input_nodes if self._needs.get(x)}
-        return bool(asked) and ((ran := run_alone(node)) is None or not asked.isdisjoint(ran[2]))
+        if self._needs.get(node) or not asked or not floats:
+            return False
+        return (ran := run_alone(node)) is None or not asked.isdisjoint(ran[2])
 
-    def _change(self, node: Node) -> Node | None:
-        """Find a node that may change a node's memory in place."""
-        if not self._memory[node] & self._changed:
-            return None
-        calls = self._calls(self._memory[node])
-        return next(filter(writes, calls), calls[0])
+    def _changes(self, node: Node) -> list[Node]:
+        """List the calls that may write to a node's memory, rather those that are known to write."""
+        found = {x for place in self._memory[node] for x in self._writers.get(place, ())}
+        return sorted(found, key=lambda x: (not writes(x), self._order[x]))
 
-    def _calls(self, memory: frozenset[Any]) -> list[Node]:
-        """List calls that are given something in this memory; the graph is searched once for it."""
-        if memory not in self._given:
-            nodes = self.gm.graph.nodes
-            self._given[memory] = [x for x in nodes if any(self._memory[y] & memory for y in x.all_input_nodes)]
-        return self._given[memory]
-
-    def _written(self, node: Node, inputs: list[Node], roots: list[Node]) -> list[Node] | None:
-        """List values written to the memory of a node; None unless that happens between inputs and roots alone.
+    def _are_before(self, changes: list[Node], node: Node, roots: list[Node]) -> bool:
+        """Tell whether a node's memory is made in the graph, and written only by known calls before the roots.
 
         The original stays where it is, so that what else reads that memory finds it as before.
         """
-        shared = self._memory[node] & self._changed
-        own = [x for x, memory in self._memory.items() if memory & shared]
-        calls = self._calls(shared)
-        writers = [x for x in calls if x in self._loops or writes(x)]
-        if own[0].op not in ("call_function", "call_method") or set(inputs) & set(own):
-            return None
-        others = [x for x in calls if x not in self._loops]
-        inner = any(x.op == "call_module" or isinstance(x.target, HigherOrderOperator) for x in others)
-        if inner or any(self._order[x] > self._order[root] for x in writers for root in roots):
-            return None
-        read = [y for x in writers for y in x.all_input_nodes if not self._memory[y] & shared]
-        return read + [x for x in writers if x in self._loops]
+        makers = [self._maker[place] for place in self._memory[node] & self._writers.keys()]
+        made = all(x.op in ("call_function", "call_method") for x in makers)
+        known = all(x in self._loops or writes(x) for x in changes)
+        return made and known and all(self._order[x] <= self._order[root] for x in changes for root in roots)
 
     def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
         """Cut out what computed a node, as it was traced; None if Dynamo has no node for it."""
@@ -396,27 +381,19 @@ class BeforeAutograd:
 
     def _alive(self) -> set[Node]:
         """Return the nodes that a result or an effect depends on, those that write to memory that is read included."""
-        loops, stack, alive = set(captured_loops(self.gm)), list[Node](), set[Node]()
-        memory, seen = dict[Node, set[Any]](), set[Any]()
-        for node in self.gm.graph.nodes:  # what was a view of a value that was replaced is none
-            own, passed_on = self._memory.get(node, frozenset()), {p for x in node.all_input_nodes for p in memory[x]}
-            memory[node] = {place for place in own if place in passed_on or place not in seen}
-            seen |= own
-        given = {place for node in memory if node.op in ("placeholder", "get_attr") for place in memory[node]}
-        writers: dict[Any, list[Node]] = {}
-        for node in memory:
-            if node in loops or writes(node):
-                changed = {place for x in written(self.gm, node) for place in memory[x]}
-                stack += [node] if changed & given else []
-                for place in changed:
-                    writers.setdefault(place, []).append(node)
-            elif node.is_impure() or node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+        stack, alive, writers = list[Node](), set[Node](), dict[Node, list[Node]]()
+        for place, calls in self._writers.items():
+            writers.setdefault(self._maker[place], []).extend(calls)
+        for node in self.gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                stack += [node, *writers.get(node, ())]
+            elif node not in self._loops and not writes(node) and _has_effect(node):
                 stack.append(node)
         while stack:
             node = stack.pop()
             if node not in alive:
                 alive.add(node)
-                stack += [*node.all_input_nodes, *(x for place in memory[node] for x in writers.get(place, ()))]
+                stack += [*node.all_input_nodes, *writers.get(node, ())]
         return alive
 
     def _with_fewer_copies(self, old: str, new: Node) -> Node:
@@ -634,8 +611,13 @@ class _Keeping(Interpreter):
         size = n.op == "placeholder" and isinstance(out, torch.SymInt)
         if size or (n.op != "output" and isinstance(out, torch.Tensor) and not is_batchedtensor(out)):
             self.tensors[n] = out
-        self.needs[n] = any(_asks(x) for x in tree_leaves(out))
+        self.needs[n] = any(map(_asks, tree_leaves((out, [self.env[x] for x in _target(n)]))))
         return out
+
+
+def _target(node: Node) -> list[Node]:
+    """Name the tensor that a call writes to and may not return."""
+    return [x for x in node.args[:1] if isinstance(x, Node)] if writes(node) else []
 
 
 def _asks(x: Any) -> bool:

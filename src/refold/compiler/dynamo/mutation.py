@@ -27,12 +27,18 @@ def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None =
         cautious: Count what is given to graphs inside of the graph as well, which may write to it.
         but: One of these that does not count.
     """
-    changed = set()
+    return {place for place, calls in writers(gm, cautious).items() if calls != [but]}
+
+
+def writers(gm: GraphModule, cautious: bool = False) -> dict[Any, list[Node]]:
+    """Return the memory that a graph's operations write to, each with the calls that do; see `changed_in_place`."""
+    found: dict[Any, list[Node]] = {}
     for node in gm.graph.nodes:
         inner = node.op == "call_module" or isinstance(node.target, HigherOrderOperator)
-        if writes(node) or (cautious and inner and node is not but):
-            changed |= {storage for x in written(gm, node) for storage in storages(x)}
-    return changed
+        if writes(node) or (cautious and inner):
+            for place in {place for x in written(gm, node) for place in storages(x)}:
+                found.setdefault(place, []).append(node)
+    return found
 
 
 def written(gm: GraphModule, call: Node) -> list[Node]:
@@ -41,23 +47,22 @@ def written(gm: GraphModule, call: Node) -> list[Node]:
     A step may write to what it is handed on by the step before, which may be any other argument.
     """
     if is_autograd_function(call):
-        harmless = _writes_to_no_input(gm.get_submodule(str(call.args[0].target)))  # type: ignore[union-attr, arg-type]
-        return [] if harmless else call.all_input_nodes
+        function: Any = gm.get_submodule(str(call.args[0].target))  # type: ignore[union-attr]
+        return call.all_input_nodes if _changed_inputs(function) else []
     loop = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
     if is_scan(call) or isinstance(loop, Neighbours):
         return []
     if not isinstance(loop, CapturedLoop):
         return call.all_input_nodes
-    changed = changed_in_place(loop.body, cautious=True)
-    given = loop.body.graph.find_nodes(op="placeholder")
-    places = [i for i, x in enumerate(given) if storages(x) & changed]
-    handed_on = any(i < loop.carried for i in places)
-    return call.all_input_nodes if handed_on else [call.args[i - 1] for i in places]  # type: ignore[misc]
+    changed = _changed_inputs(loop.body)
+    handed_on = any(i < loop.carried for i in changed)
+    return call.all_input_nodes if handed_on else [call.args[i - 1] for i in changed]  # type: ignore[misc]
 
 
-def _writes_to_no_input(gm: GraphModule) -> bool:
-    given = {storage for x in gm.graph.find_nodes(op="placeholder") for storage in storages(x)}
-    return not given & changed_in_place(gm, cautious=True)
+def _changed_inputs(gm: GraphModule) -> list[int]:
+    """Say which of its inputs a graph may write to."""
+    changed = changed_in_place(gm, cautious=True)
+    return [i for i, x in enumerate(gm.graph.find_nodes(op="placeholder")) if storages(x) & changed]
 
 
 def is_autograd_function(node: Node) -> bool:

@@ -217,8 +217,15 @@ def detached_values(x, a, B, C):
     return Listing()(x.detach(), a, B, C)[0] + x
 
 
+def keys_detached_and_changed(x, a, B, C):
+    B = (B * 1).detach()
+    B.mul_(2)
+    return Listing()(x, a, B, C)[0]
+
+
 STAYS = {
     detached_decays: ("detached", "detach"),
+    keys_detached_and_changed: ("detached", "`(B * 1).detach()`"),
     detached_values: ("detached", "`x.detach()`"),
     decays_without_gradients: ("detached", "`total`"),
     decays_changed_later: ("in-place", "`a` is changed in place: `a.add_(1)`"),
