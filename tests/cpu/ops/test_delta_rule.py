@@ -330,20 +330,6 @@ def test_a_decay_per_key_needs_no_array_of_pairs_and_keys(monkeypatch: pytest.Mo
     assert record.elements <= 128 * 32 < 64 * 64 * 32
 
 
-def test_only_inputs_are_saved_for_the_backward() -> None:
-    given = problem(SPEC, case(20))
-    arrays = {n: torch.from_numpy(a).float().requires_grad_() for n, a in given.arrays.items()}
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        ops.delta_rule(**arrays)
-    assert {t.data_ptr() for t in saved} <= {t.data_ptr() for t in arrays.values()}
-
-
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -40,15 +40,15 @@ def arguments(spec: OpSpec, name: str, dtype: str = "float32", grad: bool = True
     return [*ordered, *options, "torch"]
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_opcheck(spec: OpSpec) -> None:
-    report = torch.library.opcheck(registry.OPS[spec.name], tuple(arguments(spec, spec.complete)))
-    assert set(report.values()) == {"SUCCESS"}
+def named(*packs: str) -> list[Any]:
+    """List operators, each with its complete case and, if it is a scan, with these packs."""
+    pairs = [(spec, name) for spec in all_specs() for name in (spec.complete, *(packs if spec.scans else ()))]
+    return [pytest.param(spec, name, id=f"{spec.name}-{name}") for spec, name in pairs]
 
 
-@pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].scans])
-def test_opcheck_packed(spec: OpSpec) -> None:
-    report = torch.library.opcheck(registry.OPS[spec.name], tuple(arguments(spec, "packed")))
+@pytest.mark.parametrize(("spec", "name"), named("packed"))
+def test_opcheck(spec: OpSpec, name: str) -> None:
+    report = torch.library.opcheck(registry.OPS[spec.name], tuple(arguments(spec, name)))
     assert set(report.values()) == {"SUCCESS"}
 
 
@@ -59,10 +59,21 @@ def test_opcheck_in_place(spec: OpSpec) -> None:
     assert set(report.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_gradcheck(spec: OpSpec) -> None:
-    args = arguments(spec, spec.complete, "float64")
+@pytest.mark.parametrize(("spec", "name"), named("packed", "packed_empty"))
+def test_gradcheck(spec: OpSpec, name: str) -> None:
+    args = arguments(spec, name, "float64")
     assert torch.autograd.gradcheck(lambda *a: registry.OPS[spec.name](*a), tuple(args), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("node", [True, False])
+def test_only_inputs_are_saved_for_the_backward(spec: OpSpec, node: bool) -> None:
+    args, saved, at = arguments(spec, spec.complete), [], len(spec.args)
+    options = [tuple(o) if isinstance(o, list) else o for o in args[at:-1]]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        registry.OPS[spec.name](*args) if node else registry.run(spec.name, args[:at], options, "torch")
+    assert saved
+    assert {t.data_ptr() for t in saved} <= {a.data_ptr() for a in args if isinstance(a, Tensor)}
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -91,13 +102,6 @@ def test_a_plain_call_has_the_gradients_of_its_node(spec: OpSpec, autocast: bool
     result = result[0] if isinstance(result, tuple) else result
     with pytest.raises(ArgumentError, match=f"{spec.name}: it has no second derivative"):
         torch.autograd.grad(torch.autograd.grad(result.sum(), leaves[0], create_graph=True)[0].sum(), leaves)
-
-
-@pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].scans])
-@pytest.mark.parametrize("name", ["packed", "packed_empty"])
-def test_gradcheck_packed(spec: OpSpec, name: str) -> None:
-    args = arguments(spec, name, "float64")
-    assert torch.autograd.gradcheck(lambda *a: registry.OPS[spec.name](*a), tuple(args), fast_mode=True)
 
 
 @pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
