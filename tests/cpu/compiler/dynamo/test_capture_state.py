@@ -29,13 +29,10 @@ class Held:
         self.inner.register_buffer("h", torch.zeros(B, D))
         self.map = {"h": torch.ones(B, D), "n": 3, "ys": [torch.ones(B, D)]}
         self.ys, self.layers = [], [torch.zeros(B, D), torch.ones(B, D)]
-        self.window, self.seen = collections.deque(maxlen=5), set()
+        self.window = collections.deque(maxlen=5)
 
     def contents(self):
-        return [
-            self.h, self.n, self.spike, self.inner.h, self.map, self.ys, self.layers, list(self.window),
-            sorted(self.seen),
-        ]  # fmt: skip
+        return [self.h, self.n, self.spike, self.inner.h, self.map, self.ys, self.layers, list(self.window)]
 
 
 # Captured: (function, steps) --------------------------------------------------------------------------
@@ -454,13 +451,6 @@ CAPTURED = [
 # Not captured: (function, why) ------------------------------------------------------------------------
 
 
-def new_keys(x, held):
-    state = {}
-    for t in range(x.shape[1]):
-        state[t] = x[:, t] * 2
-    return state[3] + state[T - 1]
-
-
 def deleted_key(x, held):
     h, state = x[:, 0] * 0, dict(enumerate(x.unbind(1)))
     for t in range(x.shape[1]):
@@ -491,12 +481,6 @@ def shape_of_an_attribute(x, held):
     for t in range(1, x.shape[1]):
         held.h = torch.cat([held.h, x[:, t : t + 1]], 1)
     return held.h * 1
-
-
-def seen(x, held):
-    for t in range(x.shape[1]):
-        held.seen.add(t)
-    return x + 1
 
 
 def generator_from_outside(x, held):
@@ -661,7 +645,7 @@ AS_THEY_ARE = [
     lists_that_change_places, two_names_for_a_new_list, list_that_changes_and_is_replaced,
     longer_by_a_sum, made_long_before_and_read,
     object_that_is_changed_later, dictionary_with_two_names,
-    new_keys, deleted_key, shape_of_an_attribute, seen, window_of_an_object,
+    deleted_key, shape_of_an_attribute, window_of_an_object,
     deque_of_numbers, list_that_is_read_and_grows,
     generator_from_outside, enumeration_from_outside,
     generator_that_never_ends, short_generator, range_from_outside,
