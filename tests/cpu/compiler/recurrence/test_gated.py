@@ -14,14 +14,21 @@ CHUNK = FEW
 H, K, V = 2, 4, CHUNK
 
 
-def attention(q, k, v, gate, state=None):
-    """Gated linear attention with one gate a key; outer product and contraction by broadcasting."""
-    s = torch.zeros(q.shape[0], H, K, v.shape[-1], dtype=q.dtype) if state is None else state
-    out = torch.zeros_like(v)
-    for t in range(q.shape[1]):
-        s = s * gate[:, t].sigmoid()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
-        out[:, t] = (q[:, t, :, :, None] * s).sum(-2)
-    return out
+def gated(decay):
+    """Return gated linear attention by broadcasting; ``decay`` is called with the gates and the values of a step."""
+
+    def fn(q, k, v, gate, state=None):
+        s = torch.zeros(q.shape[0], H, K, v.shape[-1], dtype=q.dtype) if state is None else state
+        out = torch.zeros_like(v)
+        for t in range(q.shape[1]):
+            s = s * decay(gate[:, t, ..., None], v[:, t, :, None]) + k[:, t, :, :, None] * v[:, t, :, None, :]
+            out[:, t] = (q[:, t, :, :, None] * s).sum(-2)
+        return out
+
+    return fn
+
+
+attention = gated(lambda gate, v: gate.sigmoid())  # one gate a key
 
 
 def attention_by_products(q, k, v, gate, state=None):
@@ -173,26 +180,13 @@ def test_what_is_not_finite_stays_in_its_time_and_channel(which, bad):
             close([got.nan_to_num(0, 0, 0)], [want.nan_to_num(0, 0, 0)], 2 * CHUNK)
 
 
-def negative_gate(q, k, v, gate):
-    s, out = torch.zeros(q.shape[0], H, K, v.shape[-1]), []
-    for t in range(q.shape[1]):
-        s = s * gate[:, t].tanh()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
-        out.append((q[:, t, :, :, None] * s).sum(-2))
-    return torch.stack(out, 1)
-
-
-def gate_along_both(q, k, v, gate):
-    s, out = torch.zeros(q.shape[0], H, K, v.shape[-1]), []
-    for t in range(q.shape[1]):
-        both = gate[:, t].sigmoid()[..., None] * v[:, t].sigmoid()[..., None, :]
-        s = s * both + k[:, t, :, :, None] * v[:, t, :, None, :]
-        out.append((q[:, t, :, :, None] * s).sum(-2))
-    return torch.stack(out, 1)
+signed = gated(lambda gate, v: gate.tanh())
+along_both = gated(lambda gate, v: gate.sigmoid() * v.sigmoid())
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("fn", "v"), [(negative_gate, V), (gate_along_both, V), (attention, V - 1)], ids=["signed", "both", "narrow"]
+    ("fn", "v"), [(signed, V), (along_both, V), (attention, V - 1)], ids=["signed", "both", "narrow"]
 )
 def test_other_scans_keep_their_states(fn, v):
     args = inputs(2 * CHUNK, v=v)

@@ -22,42 +22,37 @@ def inputs(batch=2, dtype=torch.float32, steps=STEPS):
     return r, k, v, -w.abs(), u, state
 
 
-def bonus(r, k, v, w, u, s):
-    """RWKV-6."""
-    out = []
-    for t in range(r.shape[1]):
-        kv = k[:, t, :, :, None] * v[:, t, :, None, :]
-        out.append((r[:, t, :, :, None] * (s + u[..., None] * kv)).sum(-2))
-        s = s * w[:, t].exp()[..., None] + kv
-    return torch.stack(out, 1), s
+def reading(read, last=True):
+    """Return a loop that sums, over keys, queries times what it reads.
+
+    Args:
+        read: Called with the state before a step, what is added to it, the state after, ``u``, and the step's values.
+        last: Whether the last state is returned, too.
+    """
+
+    def fn(r, k, v, w, u, s):
+        out = []
+        for t in range(r.shape[1]):
+            kv = k[:, t, :, :, None] * v[:, t, :, None, :]
+            new = s * w[:, t].exp()[..., None] + kv
+            out.append((r[:, t, :, :, None] * read(s, kv, new, u[..., None], v[:, t, :, None, :])).sum(-2))
+            s = new
+        return (torch.stack(out, 1), s) if last else torch.stack(out, 1)
+
+    return fn
+
+
+bonus = reading(lambda s, kv, new, u, v: s + u * kv)  # RWKV-6
 
 
 def by_products(r, k, v, w, u, s):
-    """The same by matrix products, writing its outputs, from no state."""
+    """`bonus` by matrix products, writing its outputs, from no state."""
     s, out = torch.zeros_like(s), torch.zeros_like(v)
     for t in range(r.shape[1]):
         a = k[:, t, :, :, None] @ v[:, t, :, None]
         out[:, t] = (r[:, t, :, None] @ (u[..., None] * a + s))[:, :, 0]
         s = a + w[:, t].exp()[..., None] * s
     return out
-
-
-def plain(r, k, v, w, u, s):
-    out = []
-    for t in range(r.shape[1]):
-        out.append((r[:, t, :, :, None] * s).sum(-2))
-        s = s * w[:, t].exp()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
-    return torch.stack(out, 1)
-
-
-def difference(r, k, v, w, u, s):
-    """Several products next to the state, which has factors of its own and a sign."""
-    out = []
-    for t in range(r.shape[1]):
-        kv = k[:, t, :, :, None] * v[:, t, :, None, :]
-        out.append((r[:, t, :, :, None] * (2 * kv + v[:, t, :, None, :] - 0.5 * s * u[..., None])).sum(-2))
-        s = s * w[:, t].exp()[..., None] + kv
-    return torch.stack(out, 1)
 
 
 def one_decay_a_head(r, k, v, w, u, s):
@@ -81,10 +76,15 @@ def output_first(r, k, v, w, u, s):
     return torch.stack(out, 1), h
 
 
-FOUND = [
-    (bonus, KEYED), (by_products, KEYED), (plain, KEYED), (difference, KEYED), (one_decay_a_head, "ssd"),
-    (output_first, "selective_scan"),
-]  # fmt: skip
+FOUND = {
+    "bonus": (bonus, KEYED),
+    "by products": (by_products, KEYED),
+    "the state": (reading(lambda s, kv, new, u, v: s), KEYED),
+    # Several products next to the state, which has factors of its own and a sign.
+    "difference": (reading(lambda s, kv, new, u, v: 2 * kv + v - 0.5 * s * u, last=False), KEYED),
+    "one decay a head": (one_decay_a_head, "ssd"),
+    "output first": (output_first, "selective_scan"),
+}
 
 
 def close(got, want):
@@ -94,17 +94,17 @@ def close(got, want):
         assert (a - b).norm() <= 4 * K * STEPS**0.5 * torch.finfo(a.dtype).eps * b.norm()
 
 
-@pytest.mark.parametrize("found", FOUND)
+@pytest.mark.parametrize("name", FOUND)
 @pytest.mark.parametrize("given", [(1, torch.float32), (2, torch.float64)])
-def test_values(found, given):
-    (fn, operator), (batch, dtype) = found, given
+def test_values(name, given):
+    (fn, operator), (batch, dtype) = FOUND[name], given
     run = compiled(fn)
     with torch.no_grad():
         close(flat(run(*inputs(batch, dtype))), flat(fn(*inputs(batch, dtype))))
     assert operators(run) == [operator]
 
 
-@pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
+@pytest.mark.parametrize(("fn", "operator"), FOUND.values(), ids=FOUND)
 def test_gradients(fn, operator):
     run, results = compiled(fn, verify="off"), []  # its own bound is that of this test
     for program in (run, fn):
@@ -113,24 +113,6 @@ def test_gradients(fn, operator):
         results.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
     close(*results)
     assert operators(run) == [operator]
-
-
-def both(r, k, v, w, u, s):
-    """Before and after the step."""
-    out = []
-    for t in range(r.shape[1]):
-        new = s * w[:, t].exp()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
-        out.append((r[:, t, :, :, None] * (s + new * u[..., None])).sum(-2))
-        s = new
-    return torch.stack(out, 1)
-
-
-def bent(r, k, v, w, u, s):
-    out = []
-    for t in range(r.shape[1]):
-        out.append((r[:, t, :, :, None] * s.tanh()).sum(-2))
-        s = s * w[:, t].exp()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
-    return torch.stack(out, 1)
 
 
 def transposed(r, k, v, w, u, s):
@@ -142,7 +124,14 @@ def transposed(r, k, v, w, u, s):
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("fn", [both, bent, transposed])
+OTHERS = {
+    "before and after the step": reading(lambda s, kv, new, u, v: s + new * u, last=False),
+    "bent": reading(lambda s, kv, new, u, v: s.tanh(), last=False),
+    "transposed": transposed,
+}
+
+
+@pytest.mark.parametrize("fn", OTHERS.values(), ids=OTHERS)
 def test_other_readings_keep_the_states(fn):
     run = compiled(fn)
     with torch.no_grad():

@@ -13,20 +13,17 @@ pytestmark = pytest.mark.rows(16)
 STEPS = 24
 
 
-def replaced(x, decay, mask):
-    state, out = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        state = torch.where(mask[:, t, None], x[:, t], decay[:, t] * state + x[:, t])
-        out.append(state)
-    return torch.stack(out, 1)
+def over_time(step, reverse=False):
+    """Return a loop that collects its states; ``step`` is called with the state, input, decay and mask of a step."""
 
+    def fn(x, decay, mask):
+        state, out = torch.zeros_like(x[:, 0]), []
+        for t in reversed(range(x.shape[1])) if reverse else range(x.shape[1]):
+            state = step(state, x[:, t], decay[:, t], mask[:, t, None])
+            out.append(state)
+        return torch.stack(out[::-1] if reverse else out, 1)
 
-def filled(x, decay, mask):
-    state, out = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        state = state.masked_fill(mask[:, t, None], 0.0) * decay[:, t] + x[:, t]
-        out.append(state)
-    return torch.stack(out, 1)
+    return fn
 
 
 def hidden(x, decay, mask):
@@ -38,33 +35,16 @@ def hidden(x, decay, mask):
     return torch.stack(out, 1)
 
 
-def kept(x, decay, mask):
-    """No reset: both sides read the state."""
-    state, out = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        state = torch.where(mask[:, t, None], state, decay[:, t] * state + x[:, t])
-        out.append(state)
-    return torch.stack(out, 1)
-
-
-def multiplied(x, decay, mask):
-    """Zero times NaN is NaN."""
-    state, out = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        state = state * (~mask[:, t, None]) * decay[:, t] + x[:, t]
-        out.append(state)
-    return torch.stack(out, 1)
-
-
-def against_time(x, decay, mask):
-    state, out = torch.zeros_like(x[:, 0]), []
-    for t in reversed(range(x.shape[1])):
-        state = torch.where(mask[:, t, None], 0.0, state) * decay[:, t] + x[:, t]
-        out.insert(0, state)
-    return torch.stack(out, 1)
-
-
-LOOPS = (replaced, filled, hidden, kept, multiplied, against_time)
+LOOPS = {
+    "replaced": over_time(lambda state, x, decay, mask: torch.where(mask, x, decay * state + x)),
+    "filled": over_time(lambda state, x, decay, mask: state.masked_fill(mask, 0.0) * decay + x),
+    "hidden": hidden,
+    # No reset: both sides read the state.
+    "kept": over_time(lambda state, x, decay, mask: torch.where(mask, state, decay * state + x)),
+    # Zero times NaN is NaN.
+    "multiplied": over_time(lambda state, x, decay, mask: state * (~mask) * decay + x),
+    "against time": over_time(lambda state, x, decay, mask: torch.where(mask, 0.0, state) * decay + x, reverse=True),
+}
 
 
 def inputs(bad=None):
@@ -85,12 +65,13 @@ def gradients(fn, x, decay, mask):
     return y.detach(), *torch.autograd.grad(y, leaves, weight)
 
 
-CASES = [(f, "capture") for f in LOOPS] + [(f, "unroll") for f in (replaced, hidden, against_time)]
+CASES = [(name, "capture") for name in LOOPS] + [(name, "unroll") for name in ("replaced", "hidden", "against time")]
 
 
-@pytest.mark.parametrize(("loop", "loops"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_values(loop, loops):
+@pytest.mark.parametrize(("name", "loops"), CASES)
+def test_values(name, loops):
     torch._dynamo.reset()
+    loop = LOOPS[name]
     run = refold.compile(loop, accept="always", verify="off", loops=loops)
     with torch.no_grad():
         for bad in (None, math.nan, math.inf):
@@ -103,9 +84,10 @@ def test_values(loop, loops):
 
 
 @pytest.mark.parametrize("loops", ["capture", "unroll"])
-@pytest.mark.parametrize("loop", [replaced, against_time], ids=lambda f: f.__name__)
-def test_gradients(loop, loops):
+@pytest.mark.parametrize("name", ["replaced", "against time"])
+def test_gradients(name, loops):
     torch._dynamo.reset()
+    loop = LOOPS[name]
     run = refold.compile(loop, accept="always", verify="off", loops=loops)
     for bad in (None, math.nan):
         given = inputs(bad)
