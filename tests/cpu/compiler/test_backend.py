@@ -280,18 +280,6 @@ def test_unknown_option_values_are_refused(option, got):
         refold.compile(scores, **{option: got})
 
 
-def test_not_a_module():
-    with pytest.raises(ArgumentError, match=r"must be a torch.nn.Module or a function, not int"):
-        refold.compile(3)
-
-
-def test_verify_off_applies_unproven(monkeypatch):
-    compiled = refold.compile(scores, verify="off", accept="always", strict=True)
-    x, y = pair(2)
-    close(compiled(x, y), scores(x, y))
-    assert compiled.report.rewrites[0].errors == ()
-
-
 def test_explain_changes_nothing_and_names_waste():
     x, y = pair(2)
     report = refold.explain(scores, x, y)

@@ -82,6 +82,20 @@ def test_a_state_that_is_not_there_is_not_read(way):
     assert LINEAR_SYSTEM(A, b, None, False, [])[0, 0].isfinite().all()
 
 
+OPERANDS = ("scale", "shift", "low", "high")
+
+
+def bounded(scale, shift, low, high, h, above=torch.maximum):
+    """Take the steps of a bounded scan one after the other."""
+    out = []
+    operands = ([None] * STEPS if x is None else x.expand(STEPS, -1) for x in (scale, shift, low, high))
+    for a, b, least, most in zip(*operands, strict=True):
+        h = above((h if a is None else a * h) + b, least)
+        h = h if most is None else torch.minimum(h, most)
+        out.append(h)
+    return torch.stack(out)
+
+
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("steady", ["shift", "floor"])
 def test_one_shift_or_floor_for_all_steps(way, smooth, steady):
@@ -114,12 +128,7 @@ def test_bounded_scans_and_their_gradients(way, steady, missing):
     given = {name: x[:1].clone() if name == steady else x for name, x in given.items()}
     operands = [None if name == missing else given[name].requires_grad_() for name in OPERANDS]
     leaves = [x for x in (*operands, start.requires_grad_()) if x is not None]
-    h, out = start, []
-    for scale, shift, low, high in zip(*(_over_time(x) for x in operands), strict=True):
-        h = torch.maximum((h if scale is None else scale * h) + shift, low)
-        h = h if high is None else torch.minimum(h, high)
-        out.append(h)
-    expected, found = torch.stack(out), BOUNDED_SCAN(*operands, start, False, *TIES)
+    expected, found = bounded(*operands, start), BOUNDED_SCAN(*operands, start, False, *TIES)
     torch.testing.assert_close(found, expected)
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     for ours, theirs in zip(*(torch.autograd.grad(y, leaves, weights) for y in (found, expected)), strict=True):
@@ -133,25 +142,15 @@ def test_second_derivatives_within_bounds(way):
     assert torch.autograd.gradgradcheck(lambda *xs: BOUNDED_SCAN(*xs, None, start, False, *TIES), given)
 
 
-OPERANDS = ("scale", "shift", "low", "high")
-
-
-def _over_time(x):
-    return [None] * STEPS if x is None else x.expand(STEPS, -1)
-
-
 def test_bounds_keep_what_is_not_finite(way):
     generator = torch.Generator().manual_seed(0)
     operands = [torch.randn(STEPS, 300, generator=generator, dtype=torch.float64) for _ in OPERANDS]
     for i, x in enumerate(operands):
         for lane, bad in enumerate((float("nan"), float("inf"), -float("inf"))):
             x[2, 3 * i + lane] = bad
-    h, out = torch.zeros(300, dtype=torch.float64), []
-    for scale, shift, low, high in zip(*operands, strict=True):
-        h = torch.minimum(torch.maximum(scale * h + shift, low), high)
-        out.append(h)
-    found = BOUNDED_SCAN(*operands, torch.zeros(300, dtype=torch.float64), False, *TIES)
-    torch.testing.assert_close(found, torch.stack(out), equal_nan=True)
+    start = torch.zeros(300, dtype=torch.float64)
+    found = BOUNDED_SCAN(*operands, start, False, *TIES)
+    torch.testing.assert_close(found, bounded(*operands, start), equal_nan=True)
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -160,14 +159,9 @@ def test_maxima_keep_what_is_not_finite(way, smooth):
     generator = torch.Generator().manual_seed(0)
     shift, floor = (torch.randn(STEPS, 300, generator=generator, dtype=torch.float64) for _ in range(2))
     floor[2, 0], floor[3, 1], shift[2, 2], floor[:3, 3] = float("nan"), float("inf"), float("nan"), -float("inf")
-    h, out = torch.full((300,), -float("inf"), dtype=torch.float64), []
-    for t in range(STEPS):
-        h = above(h + shift[t], floor[t])
-        out.append(h)
     start = torch.full((300,), -float("inf"), dtype=torch.float64)
-    torch.testing.assert_close(
-        BOUNDED_SCAN(None, shift, floor, None, start, smooth, *TIES), torch.stack(out), equal_nan=True
-    )
+    found = BOUNDED_SCAN(None, shift, floor, None, start, smooth, *TIES)
+    torch.testing.assert_close(found, bounded(None, shift, floor, None, start, above), equal_nan=True)
 
 
 RULES = {
@@ -188,12 +182,10 @@ def test_gradients_of_steps_before_what_is_not_finite(way, rule):
     shift[4, :3] = shift[4, 200:203] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     weights = torch.randn(shift.shape, generator=generator, dtype=torch.float64)
     shift.requires_grad_()
-    h, out = torch.zeros(300, dtype=torch.float64), []
-    for t in range(STEPS):
-        h = above(h + shift[t], low[0])
-        out.append(h)
-    found = BOUNDED_SCAN(None, shift, low, None, torch.zeros(300, dtype=torch.float64), smooth, shares, shares)
-    ours, theirs = (torch.autograd.grad(y, shift, weights)[0][:4] for y in (found, torch.stack(out)))
+    start = torch.zeros(300, dtype=torch.float64)
+    found = BOUNDED_SCAN(None, shift, low, None, start, smooth, shares, shares)
+    expected = bounded(None, shift, low, None, start, above)
+    ours, theirs = (torch.autograd.grad(y, shift, weights)[0][:4] for y in (found, expected))
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
