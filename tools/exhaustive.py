@@ -32,8 +32,8 @@ READERS = ("tests/null/", "tests/cpu/test_", "tests/gpu/")
 """Tests that also read pages and stored results, which a stamp does not see, or that need a GPU: never left out."""
 SHARED = ("src/refold/errors.py", "src/refold/versions.py", "tests/support", "tests/conftest.py")
 HF = (
-    *("accelerate", "awkward", "decoding", "heads", "jax_equality", "kernel_repository"),
-    *("packed_attention", "padding", "ranks", "torch_equality", "warm"),
+    *("accelerate", "awkward", "decoding", "equality", "heads", "kernel_repository"),
+    *("packed_attention", "padding", "ranks", "warm"),
 )
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attacks": (

@@ -5,7 +5,6 @@ The graph is a stand-in on the CPU (`support.recorder`); tests/gpu/test_generate
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -305,24 +304,6 @@ def test_memory_is_given_back():
     again = refold.accelerate(model)
     one_by_one(model, ids_of(1, 3), read(model, ids_of(1, 4)))
     assert replayed(again)
-
-
-def test_two_threads():
-    model, plain, summary = pair("falcon_h1")
-    prompts = [ids_of(1, 5) for _ in range(4)]
-    expected = [plain.generate(ids, **GREEDY).tolist() for ids in prompts]
-    found = [None] * 4
-
-    def run(i):
-        found[i] = model.generate(prompts[i], **GREEDY).tolist()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == expected
-    assert replayed(summary)
 
 
 def test_what_is_said_of_calls_without_a_graph():
