@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import refold
+from refold.bench.recurrences import HEAD, RECURRENCES
 from refold.compiler import session
 from refold.compiler.dynamo import captures_loops
 from refold.compiler.dynamo.induction_variable import _first_failure
@@ -12,7 +13,7 @@ from refold.report import GraphReport
 
 pytestmark = pytest.mark.rows(16)
 
-B, T, D, N = 2, 40, 5, 3
+B, T, D = 2, 40, 5
 
 
 def xs():
@@ -105,27 +106,13 @@ def test_other_backends_are_left_alone():
     assert nodes[0] > 2 * T
 
 
-def mamba1(x, dt, A, B_, C):
-    h, ys = torch.zeros(x.shape[0], x.shape[2], A.shape[1]), []
-    for t in range(x.shape[1]):
-        h = torch.exp(dt[:, t, :, None] * A) * h + dt[:, t, :, None] * B_[:, t, None, :] * x[:, t, :, None]
-        ys.append((h * C[:, t, None, :]).sum(-1))
-    return torch.stack(ys, dim=1) + x, h
-
-
-def inputs_mamba1(steps):
-    return [
-        torch.randn(B, steps, D), torch.rand(B, steps, D), -torch.rand(D, N), torch.randn(B, steps, N),
-        torch.randn(B, steps, N),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("train", [False, True])
 def test_a_captured_loop_becomes_a_scan(train):
     torch._dynamo.reset()
-    inputs = [x.requires_grad_(train) for x in inputs_mamba1(T)]
-    compiled = refold.compile(mamba1, accept="always", strict=True)
-    got, expected = compiled(*inputs), mamba1(*inputs)
+    one = RECURRENCES["selective"]
+    inputs = [x.requires_grad_(train) for x in one.inputs(B, T, HEAD)]
+    compiled = refold.compile(one.fn, accept="always", strict=True)
+    got, expected = compiled(*inputs), one.fn(*inputs)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     row = next(row for row in compiled.report.rewrites if row.name == "roll up loop")
     assert row.status == "applied"
@@ -133,7 +120,7 @@ def test_a_captured_loop_becomes_a_scan(train):
     assert "selective_scan" in row.detail
     assert row.flops_before > row.flops_after
     if train:
-        grads = [torch.autograd.grad(sum(y.square().sum() for y in ys), inputs) for ys in (got, expected)]
+        grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, expected)]
         torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
 
 
@@ -212,7 +199,8 @@ def test_the_work_of_compiling_does_not_grow_with_the_steps(monkeypatch):
     for steps in (64, 512):
         torch._dynamo.reset()
         traced.append(0)
-        (graph,) = refold.explain(mamba1, *inputs_mamba1(steps)).graphs
+        one = RECURRENCES["selective"]
+        (graph,) = refold.explain(one.fn, *one.inputs(B, steps, HEAD)).graphs
         assert any(f"{steps} steps one after another" in loop for loop in graph.loops)
         assert any("selective_scan" in row.detail for row in graph.rewrites)
     # What is left is a fake value for each item of a list.

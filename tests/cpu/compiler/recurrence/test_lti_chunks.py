@@ -112,20 +112,17 @@ def test_lengths_and_decays(steps, decay):
     close([y.permute(2, 1, 0), last.permute(2, 0, 1)], [torch.stack(ys, 1).float(), states.float()])
 
 
-def decay_in_time(u, rate, b, c, h):
-    ys = []
-    for t in range(u.shape[1]):
-        h = (rate * u[:, t, :, None]).sigmoid() * h + b * u[:, t, :, None]
-        ys.append((h * c).sum(-1))
-    return torch.stack(ys, 1)
+def decaying_by(decay):
+    """Return a loop; ``decay`` is called with rates, the input of a step, and the state before the loop."""
 
+    def fn(u, rate, b, c, h):
+        start, ys = h, []
+        for t in range(u.shape[1]):
+            h = decay(rate, u[:, t, :, None], start) * h + b * u[:, t, :, None]
+            ys.append((h * c).sum(-1))
+        return torch.stack(ys, 1)
 
-def decay_of_each_sequence(u, rate, b, c, h):
-    a, ys = h.sigmoid(), []
-    for t in range(u.shape[1]):
-        h = a * h + b * u[:, t, :, None]
-        ys.append((h * c).sum(-1))
-    return torch.stack(ys, 1)
+    return fn
 
 
 def states_used_otherwise(u, rate, b, c, h):
@@ -137,8 +134,15 @@ def states_used_otherwise(u, rate, b, c, h):
     return torch.stack(ys, 1), torch.stack(zs, 1)
 
 
+OTHERS = {
+    "a decay in time": decaying_by(lambda rate, u, start: (rate * u).sigmoid()),
+    "a decay of each sequence": decaying_by(lambda rate, u, start: start.sigmoid()),
+    "states that are used otherwise": states_used_otherwise,
+}
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fn", [decay_in_time, decay_of_each_sequence, states_used_otherwise])
+@pytest.mark.parametrize("fn", OTHERS.values(), ids=OTHERS)
 def test_other_scans_keep_their_states(fn):
     run = compiled(fn)
     with torch.no_grad():
