@@ -26,9 +26,8 @@ MODELS: dict[str, Config] = {
     "hybrid-340M": HybridConfig(
         vocab_size=100352, kinds=(("mixer",) * 7 + ("attention",)) * 4, nheads=12, nkvheads=4, headdim=64,
         mixer=Mixer2Config(d_model=768, nheads=48, headdim=32, ngroups=1, dstate=128), attention_bias=False,
-        rope_theta=None, shared_dim=2048, expert_dim=0, nexperts=0, experts_per_token=0, embedding_multiplier=12.0,
-        residual_multiplier=0.246, attention_multiplier=0.015625, logits_divisor=3.0, max_positions=32768,
-        norm_eps=1e-5, tied=True,
+        rope_theta=None, shared_dim=2048, embedding_multiplier=12.0, residual_multiplier=0.246,
+        attention_multiplier=0.015625, logits_divisor=3.0, max_positions=32768, norm_eps=1e-5, tied=True,
     ),
 }  # fmt: skip
 

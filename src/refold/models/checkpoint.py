@@ -173,42 +173,38 @@ def _shifted(config: Config, entry: Entry) -> Entry:
     return replace(entry, shift=1, exact=True) if shifts else entry
 
 
-def _mamba_mixer(c: MambaConfig) -> _Parts:
-    parts: _Parts = {
-        "in_proj.weight": ("in_proj", (2 * c.d_inner, c.d_model)),
-        "conv1d.weight": ("conv_weight", (c.d_inner, 1, c.conv_width)),
-        "x_proj.weight": ("x_proj", (c.dt_rank + 2 * c.dstate, c.d_inner)),
-        "dt_proj.weight": ("dt_proj", (c.d_inner, c.dt_rank)),
-        "dt_proj.bias": ("dt_bias", (c.d_inner,)),
-        "A_log": ("A_log", (c.d_inner, c.dstate)),
-        "D": ("D", (c.d_inner,)),
-        "out_proj.weight": ("out_proj", (c.d_model, c.d_inner)),
-    }
-    if c.conv_bias:
-        parts["conv1d.bias"] = ("conv_bias", (c.d_inner,))
-    if c.proj_bias:
-        parts["in_proj.bias"] = ("in_bias", (2 * c.d_inner,))
-        parts["out_proj.bias"] = ("out_bias", (c.d_model,))
-    return parts
-
-
-def _mamba2_mixer(c: Mixer2Config) -> _Parts:
-    projected = c.d_inner + c.conv_dim + c.nheads
+def _mixer(c: MambaConfig | Mixer2Config, projected: int, own: _Parts) -> _Parts:
+    """Return the parts of a mixer that projects to so many channels; ``own`` are those of its kind."""
     parts: _Parts = {
         "in_proj.weight": ("in_proj", (projected, c.d_model)),
         "conv1d.weight": ("conv_weight", (c.conv_dim, 1, c.conv_width)),
-        "A_log": ("A_log", (c.nheads,)),
-        "D": ("D", (c.nheads,)),
-        "dt_bias": ("dt_bias", (c.nheads,)),
-        "norm.weight": ("gated_norm", (c.d_inner,)),
+        **own,
         "out_proj.weight": ("out_proj", (c.d_model, c.d_inner)),
     }
     if c.conv_bias:
         parts["conv1d.bias"] = ("conv_bias", (c.conv_dim,))
     if c.proj_bias:
-        parts["in_proj.bias"] = ("in_bias", (projected,))
-        parts["out_proj.bias"] = ("out_bias", (c.d_model,))
+        parts |= {"in_proj.bias": ("in_bias", (projected,)), "out_proj.bias": ("out_bias", (c.d_model,))}
     return parts
+
+
+def _mamba_mixer(c: MambaConfig) -> _Parts:
+    return _mixer(c, 2 * c.d_inner, {
+        "x_proj.weight": ("x_proj", (c.dt_rank + 2 * c.dstate, c.d_inner)),
+        "dt_proj.weight": ("dt_proj", (c.d_inner, c.dt_rank)),
+        "dt_proj.bias": ("dt_bias", (c.d_inner,)),
+        "A_log": ("A_log", (c.d_inner, c.dstate)),
+        "D": ("D", (c.d_inner,)),
+    })  # fmt: skip
+
+
+def _mamba2_mixer(c: Mixer2Config) -> _Parts:
+    return _mixer(c, c.d_inner + c.conv_dim + c.nheads, {
+        "A_log": ("A_log", (c.nheads,)),
+        "D": ("D", (c.nheads,)),
+        "dt_bias": ("dt_bias", (c.nheads,)),
+        "norm.weight": ("gated_norm", (c.d_inner,)),
+    })  # fmt: skip
 
 
 def _delta_mixer(c: DeltaConfig, layout: str) -> tuple[_Parts, dict[str, tuple[int, Any]]]:

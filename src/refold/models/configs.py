@@ -153,16 +153,16 @@ class HybridConfig:
     attention_bias: bool
     rope_theta: float | None
     shared_dim: int
-    expert_dim: int
-    nexperts: int
-    experts_per_token: int
-    embedding_multiplier: float
-    residual_multiplier: float
     attention_multiplier: float
-    logits_divisor: float
     max_positions: int
     norm_eps: float
     tied: bool
+    expert_dim: int = 0
+    nexperts: int = 0
+    experts_per_token: int = 0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     rope_dim: int | None = None
     mlp_bias: bool = False
     gated: bool = False
@@ -214,7 +214,9 @@ def config_of(raw: dict[str, Any], directory: Path) -> Config:
         )
     if raw.get("quantization_config"):
         raise CheckpointError(f"{directory}: quantization_config is set; refold reads weights that are not quantised.")
-    config = _READERS[kind](_Settings(raw, directory))
+    settings = _Settings(raw, directory)
+    config = _READERS[kind](settings)
+    config = replace(config, stop_tokens=config.stop_tokens or settings.stop_tokens())
     for complaint in _impossible(config):
         raise CheckpointError(f"{directory / 'config.json'}: {complaint}.")
     return config
@@ -278,11 +280,8 @@ class _Settings:
     def auto_size(self, key: str, automatic: int) -> int:
         """Return a size that may be left to its rule."""
         value = self.get(key, "auto")
-        return (
-            automatic
-            if value == "auto"
-            else self._checked(key, value, _is_size, "'auto' or a positive integer below 2^40")
-        )
+        expected = "'auto' or a positive integer below 2^40"
+        return automatic if value == "auto" else self._checked(key, value, _is_size, expected)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a setting that is on or off."""
@@ -353,22 +352,32 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**127
 
 
-def _mamba(s: _Settings) -> MambaConfig:
+def _of_all(s: _Settings, tied: bool) -> dict[str, Any]:
+    """Read what every model of transformers has; ``tied`` where the settings do not say it."""
     s.refuse("hidden_act", ("silu",), "silu")
+    return {"vocab_size": s["vocab_size"], "tied": s.flag("tie_word_embeddings", tied)}
+
+
+def _of_mixer(s: _Settings) -> dict[str, Any]:
+    """Read what the mixers of Mamba and Mamba-2 have in common."""
+    return {
+        "dstate": s["state_size"],
+        "conv_width": s.size("conv_kernel", 4),
+        "conv_bias": s.flag("use_conv_bias", True),
+        "proj_bias": s.flag("use_bias", False),
+        "norm_eps": s.epsilon("layer_norm_epsilon", 1e-5),
+    }
+
+
+def _mamba(s: _Settings) -> MambaConfig:
     d_model = s["hidden_size"]
     return MambaConfig(
-        vocab_size=s["vocab_size"],
+        **_of_all(s, tied=True),
+        **_of_mixer(s),
         d_model=d_model,
         nlayers=s["num_hidden_layers"],
         d_inner=s.size("intermediate_size", int(s.number("expand", 2) * d_model)),
-        dstate=s["state_size"],
         dt_rank=s.auto_size("time_step_rank", -(-d_model // 16)),
-        conv_width=s.size("conv_kernel", 4),
-        conv_bias=s.flag("use_conv_bias", True),
-        proj_bias=s.flag("use_bias", False),
-        norm_eps=s.epsilon("layer_norm_epsilon", 1e-5),
-        tied=s.flag("tie_word_embeddings", True),
-        stop_tokens=s.stop_tokens(),
     )
 
 
@@ -394,28 +403,17 @@ def _norm_groups(ngroups: int) -> int:
 
 
 def _mamba2(s: _Settings) -> Mamba2Config:
-    s.refuse("hidden_act", ("silu",), "silu")
     ngroups = s.size("n_groups", 1)
     mixer = Mixer2Config(
+        **_of_mixer(s),
         d_model=s["hidden_size"],
         nheads=s["num_heads"],
         headdim=s["head_dim"],
         ngroups=ngroups,
-        dstate=s["state_size"],
-        conv_width=s.size("conv_kernel", 4),
-        conv_bias=s.flag("use_conv_bias", True),
-        proj_bias=s.flag("use_bias", False),
         norm_groups=_norm_groups(ngroups),
-        norm_eps=s.epsilon("layer_norm_epsilon", 1e-5),
         dt_limit=s.limit(),
     )
-    return Mamba2Config(
-        vocab_size=s["vocab_size"],
-        nlayers=s["num_hidden_layers"],
-        mixer=mixer,
-        tied=s.flag("tie_word_embeddings", False),
-        stop_tokens=s.stop_tokens(),
-    )
+    return Mamba2Config(**_of_all(s, tied=False), nlayers=s["num_hidden_layers"], mixer=mixer)
 
 
 _KINDS = {"mamba": "mixer", "linear_attention": "mixer", "attention": "attention", "full_attention": "attention"}
@@ -468,18 +466,25 @@ def _rope_dim(s: _Settings, headdim: int, share: float) -> int:
     return int(headdim * s.part("rope_parameters").number("partial_rotary_factor", share))
 
 
+def _of_hybrid(s: _Settings, eps: float, positions: int) -> dict[str, Any]:
+    """Read what all hybrids have, with defaults where the settings do not say it."""
+    nheads = s["num_attention_heads"]
+    return _of_all(s, tied=False) | {
+        "nheads": nheads,
+        "nkvheads": s.size("num_key_value_heads", nheads),
+        "headdim": s.size("head_dim", s["hidden_size"] // nheads),
+        "attention_bias": s.flag("attention_bias", False),
+        "max_positions": s.size("max_position_embeddings", positions),
+        "norm_eps": s.epsilon("rms_norm_eps", eps),
+    }
+
+
 def _granite(s: _Settings) -> HybridConfig:
-    s.refuse("hidden_act", ("silu",), "silu")
     s.refuse("position_embedding_type", (None, "rope", "nope"), None)
-    d_model, nheads = s["hidden_size"], s["num_attention_heads"]
     return HybridConfig(
-        vocab_size=s["vocab_size"],
+        **_of_hybrid(s, eps=1e-6, positions=2048),
         kinds=_kinds(s),
         mixer=_hybrid_mixer(s, norm_eps=1e-6),
-        nheads=nheads,
-        nkvheads=s.size("num_key_value_heads", nheads),
-        headdim=s.size("head_dim", d_model // nheads),
-        attention_bias=s.flag("attention_bias", False),
         rope_theta=_rope_theta(s) if s.raw.get("position_embedding_type") == "rope" else None,
         shared_dim=s["shared_intermediate_size"],
         expert_dim=s.size("intermediate_size", 0, least=0),
@@ -489,44 +494,22 @@ def _granite(s: _Settings) -> HybridConfig:
         residual_multiplier=s.number("residual_multiplier", 1.0),
         attention_multiplier=s.number("attention_multiplier", 1.0),
         logits_divisor=s.number("logits_scaling", 1.0),
-        max_positions=s.size("max_position_embeddings", 2048),
-        norm_eps=s.epsilon("rms_norm_eps", 1e-6),
-        tied=s.flag("tie_word_embeddings", False),
-        stop_tokens=s.stop_tokens(),
     )
-
-
-_PLAIN: dict[str, Any] = {
-    "expert_dim": 0, "nexperts": 0, "experts_per_token": 0,
-    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_divisor": 1.0,
-}  # fmt: skip
-"""Of a hybrid without experts, whose layers add up as they are."""
 
 
 def _bamba(s: _Settings) -> HybridConfig:
     """Read Bamba: Granite's layers without multipliers and experts, half of each attention head rotated."""
-    s.refuse("hidden_act", ("silu",), "silu")
-    d_model, nheads = s["hidden_size"], s["num_attention_heads"]
-    headdim = s.size("head_dim", d_model // nheads)
+    common = _of_hybrid(s, eps=1e-5, positions=262144)
     attention = s.items("attn_layer_indices", (), lambda v: _is_size(v, 0), "a list of layers")
     return HybridConfig(
-        vocab_size=s["vocab_size"],
+        **common,
         kinds=tuple("attention" if layer in attention else "mixer" for layer in range(_layers(s))),
         mixer=_hybrid_mixer(s, norm_eps=1e-5),
-        nheads=nheads,
-        nkvheads=s.size("num_key_value_heads", nheads),
-        headdim=headdim,
-        attention_bias=s.flag("attention_bias", False),
         rope_theta=_rope_theta(s),
-        rope_dim=_rope_dim(s, headdim, 0.5),
+        rope_dim=_rope_dim(s, common["headdim"], 0.5),
         shared_dim=s["intermediate_size"],
         mlp_bias=s.flag("mlp_bias", False),
-        attention_multiplier=headdim**-0.5,
-        **_PLAIN,
-        max_positions=s.size("max_position_embeddings", 262144),
-        norm_eps=s.epsilon("rms_norm_eps", 1e-5),
-        tied=s.flag("tie_word_embeddings", False),
-        stop_tokens=s.stop_tokens(),
+        attention_multiplier=common["headdim"] ** -0.5,
         layout="bamba",
     )
 
@@ -534,46 +517,39 @@ def _bamba(s: _Settings) -> HybridConfig:
 def _qwen(outer: _Settings) -> HybridConfig:
     """Read Qwen3.5, alone or as the text part of a model that sees, or a Qwen3-Next without experts."""
     s = outer.part("text_config") if outer.raw.get("text_config") else outer
-    s.refuse("hidden_act", ("silu",), "silu")
+    common, headdim = _of_hybrid(s, eps=1e-6, positions=32768), s["head_dim"]
+    common |= {
+        "nkvheads": s["num_key_value_heads"],
+        "tied": outer.flag("tie_word_embeddings", common["tied"]),
+        "stop_tokens": outer.stop_tokens() or s.stop_tokens(),
+    }
     dense, step = s.items("mlp_only_layers", (), lambda v: _is_size(v, 0), "a list of layers"), "decoder_sparse_step"
-    kinds, headdim, eps = (
-        _kinds(s, s.size("full_attention_interval", 4)),
-        s["head_dim"],
-        s.epsilon("rms_norm_eps", 1e-6),
-    )
+    kinds = _kinds(s, s.size("full_attention_interval", 4))
     routed = [i for i in range(len(kinds)) if i not in dense and not (i + 1) % s.size(step, 1)]
     if s.size("num_experts", 0, least=0) and routed:
         raise CheckpointError(
             f"{s.path}: layer {routed[0]} has experts (num_experts), and refold reads models of this architecture "
             "without them. Load it with transformers, call refold.accelerate(model), and use model.generate."
         )
+    mixer = DeltaConfig(
+        d_model=s["hidden_size"],
+        nheads=s["linear_num_value_heads"],
+        headdim=s["linear_value_head_dim"],
+        ngroups=s["linear_num_key_heads"],
+        dstate=s["linear_key_head_dim"],
+        conv_width=s.size("linear_conv_kernel_dim", 4),
+        conv_bias=False,
+        norm_eps=common["norm_eps"],
+    )
     return HybridConfig(
-        vocab_size=s["vocab_size"],
+        **common,
         kinds=kinds,
-        mixer=DeltaConfig(
-            d_model=s["hidden_size"],
-            nheads=s["linear_num_value_heads"],
-            headdim=s["linear_value_head_dim"],
-            ngroups=s["linear_num_key_heads"],
-            dstate=s["linear_key_head_dim"],
-            conv_width=s.size("linear_conv_kernel_dim", 4),
-            conv_bias=False,
-            norm_eps=eps,
-        ),
-        nheads=s["num_attention_heads"],
-        nkvheads=s["num_key_value_heads"],
-        headdim=headdim,
-        attention_bias=s.flag("attention_bias", False),
+        mixer=mixer,
         gated=True,
         rope_theta=_rope_theta(s),
         rope_dim=_rope_dim(s, headdim, 0.25),
         shared_dim=s["intermediate_size"],
         attention_multiplier=headdim**-0.5,
-        **_PLAIN,
-        max_positions=s.size("max_position_embeddings", 32768),
-        norm_eps=eps,
-        tied=outer.flag("tie_word_embeddings", s.flag("tie_word_embeddings", False)),
-        stop_tokens=outer.stop_tokens() or s.stop_tokens(),
         layout="qwen3_next" if outer.get("model_type", "") == "qwen3_next" else "qwen3_5",
         root="model" if s is outer else "model.language_model",
     )
@@ -592,52 +568,36 @@ def _state_spaces(s: _Settings) -> MambaConfig | Mamba2Config:
     unknown = sorted(key for key in set(ssm.raw) - known if key not in fixed or ssm.raw[key] != fixed[key])
     if unknown:
         raise CheckpointError(f"{s.path}: ssm_cfg has settings that are not supported: {', '.join(unknown)}.")
-    multiple = s.size("pad_vocab_size_multiple", 8)
-    vocab_size = -(-s["vocab_size"] // multiple) * multiple
-    d_model, nlayers, tied = s["d_model"], s["n_layer"], s.flag("tie_embeddings", True)
+    multiple, d_model = s.size("pad_vocab_size_multiple", 8), s["d_model"]
     d_inner = int(ssm.number("expand", 2) * d_model)
-    conv_width, conv_bias, bias = ssm.size("d_conv", 4), ssm.flag("conv_bias", True), ssm.flag("bias", False)
-    eps = s.epsilon("norm_epsilon", 1e-5)
+    model = {
+        "vocab_size": -(-s["vocab_size"] // multiple) * multiple,
+        "nlayers": s["n_layer"],
+        "tied": s.flag("tie_embeddings", True),
+        "layout": "state-spaces",
+    }
+    mixer = {
+        "d_model": d_model,
+        "conv_width": ssm.size("d_conv", 4),
+        "conv_bias": ssm.flag("conv_bias", True),
+        "proj_bias": ssm.flag("bias", False),
+        "norm_eps": s.epsilon("norm_epsilon", 1e-5),
+    }
     if layer == "Mamba1":
-        return MambaConfig(
-            vocab_size=vocab_size,
-            d_model=d_model,
-            nlayers=nlayers,
-            d_inner=d_inner,
-            dstate=ssm.size("d_state", 16),
-            dt_rank=ssm.auto_size("dt_rank", -(-d_model // 16)),
-            conv_width=conv_width,
-            conv_bias=conv_bias,
-            proj_bias=bias,
-            norm_eps=eps,
-            tied=tied,
-            stop_tokens=s.stop_tokens(),
-            layout="state-spaces",
-        )
+        dt_rank = ssm.auto_size("dt_rank", -(-d_model // 16))
+        return MambaConfig(**model, **mixer, d_inner=d_inner, dstate=ssm.size("d_state", 16), dt_rank=dt_rank)
     if layer != "Mamba2":
         raise CheckpointError(f"{s.path}: unknown architecture {layer!r}; state-spaces layers: Mamba1, Mamba2.")
     ngroups, headdim = ssm.size("ngroups", 1), ssm.size("headdim", 64)
-    mixer = Mixer2Config(
-        d_model=d_model,
-        nheads=d_inner // headdim,
-        headdim=headdim,
-        ngroups=ngroups,
-        dstate=ssm.size("d_state", 128),
-        conv_width=conv_width,
-        conv_bias=conv_bias,
-        proj_bias=bias,
-        norm_groups=ngroups,
-        norm_eps=eps,
-        dt_limit=ssm.limit("dt_limit"),
-    )
-    return Mamba2Config(
-        vocab_size=vocab_size,
-        nlayers=nlayers,
-        mixer=mixer,
-        tied=tied,
-        stop_tokens=s.stop_tokens(),
-        layout="state-spaces",
-    )
+    mixer |= {
+        "nheads": d_inner // headdim,
+        "headdim": headdim,
+        "ngroups": ngroups,
+        "dstate": ssm.size("d_state", 128),
+        "norm_groups": ngroups,
+        "dt_limit": ssm.limit("dt_limit"),
+    }
+    return Mamba2Config(**model, mixer=Mixer2Config(**mixer))
 
 
 _READERS: dict[str, Callable[[_Settings], Config]] = {
