@@ -20,7 +20,7 @@ from refold.bench import scale_model
 from refold.bench.plots import GPU, device, granite_rows, published_rows, standing
 from refold.bench.published import COUNTED
 from refold.bench.published import RESULTS as RESULTS_PUBLISHED
-from refold.bench.rows import LIMITS, Row, by_program, machine, measured, place, rounded, stored
+from refold.bench.rows import LIMITS, Row, by_program, everywhere, machine, machines, measured, place, rounded, stored
 from refold.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
@@ -178,17 +178,8 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def _machines() -> list[str]:
-    return sorted(path.name for path in RESULTS.iterdir() if path.is_dir() and path.name != "numerics")
-
-
 def _cpus() -> list[str]:
-    return [name for name in _machines() if name.endswith(("-thread", "-threads"))]
-
-
-def every(folders: Iterable[str], *suites: str) -> list[Row]:
-    """Return the rows of suites of several machines."""
-    return [row for folder in folders for row in stored(RESULTS, folder, *suites)]
+    return [name for name in machines(RESULTS) if name.endswith(("-thread", "-threads"))]
 
 
 # Tables -----------------------------------------------------------------------------------------
@@ -225,7 +216,7 @@ def granite_programs() -> str:
 
         return cell
 
-    return table([row for row in every((GPU, *_cpus()), "granite-layer") if "kernels" in row], {
+    return table([row for row in everywhere(RESULTS, "granite-layer", folders=(GPU, *_cpus())) if "kernels" in row], {
         "what": lambda row: f"{row['case']}, {row['dtype']}, {sizes(row)}, {device(row)}",
         **{name.replace("_", "-"): counted(name) for name in SPELLINGS},
     })  # fmt: skip
@@ -241,7 +232,7 @@ def ssd(suite: str) -> Callable[[], str]:
 
         return cell
 
-    return lambda: table(every(_machines(), suite), {
+    return lambda: table(everywhere(RESULTS, suite), {
         "batch x tokens x heads, channels x states": key("case"),
         "card": card,
         "refold": time("refold"),
@@ -256,7 +247,7 @@ def ssd(suite: str) -> Callable[[], str]:
 
 def delta_rule() -> str:
     """Return the table of the delta rule, forward and with gradients, next to fla."""
-    return table(every(_machines(), "delta-rule", "delta-rule-backward"), {
+    return table(everywhere(RESULTS, "delta-rule", "delta-rule-backward"), {
         "layer, batch x tokens, heads of keys/values": key("case"),
         "pass": lambda row: "with gradients" if row.get("pass") else "forward",
         "card": card,
@@ -329,7 +320,7 @@ def published_counts() -> str:
 
         return cell
 
-    return table([row for row in every(_machines(), "published") if "counts" in row], {
+    return table([row for row in everywhere(RESULTS, "published") if "counts" in row], {
         "what": published_case,
         "device": device,
         "counted": key("what"),
@@ -427,7 +418,7 @@ def models(folders: Callable[[], list[str]]) -> Callable[[], str]:
         ms = row.get("best_ms", {})
         return f"{ms['refold'] / ms['accelerated']:.2f}x" if {"refold", "accelerated"} <= ms.keys() else "-"
 
-    return lambda: table(every(folders(), "models"), {
+    return lambda: table(everywhere(RESULTS, "models", folders=folders()), {
         "model": key("case"),
         "width, tokens, dtype": lambda row: f"{row['width']}, {sizes(row)}, {row['dtype']}",
         "eager": best("eager"),
@@ -503,7 +494,7 @@ def generation(*suites: str) -> Callable[[], str]:
 
 def generate_rows(gpus: Iterable[str]) -> list[Row]:
     """Return the rows of accelerated models; ``seconds`` are those of all programs, None where memory was too small."""
-    rows, found = every(gpus, "generate"), dict[tuple[str, str], dict[str, float | None]]()
+    rows, found = everywhere(RESULTS, "generate", folders=gpus), dict[tuple[str, str], dict[str, float | None]]()
     for row in rows:
         found.setdefault((card(row), row["case"]), {})[row["backend"]] = row["median_s"] if measured(row) else None
     return [{**row, "seconds": found[card(row), row["case"]]} for row in rows if row["backend"] == "accelerated"]
@@ -637,7 +628,7 @@ def scale_paper() -> str:
 
 def in_turns(suite: str) -> Callable[[], str]:
     """Make a renderer of the table of generation on a CPU: a line per program and machine."""
-    return lambda: table(every(_cpus(), suite), {
+    return lambda: table(everywhere(RESULTS, suite, folders=_cpus()), {
         "machine": device, "what": key("case"), "program": program, "time": lambda row: _ms(1e3 * row["median_s"]),
     })  # fmt: skip
 

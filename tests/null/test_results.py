@@ -74,7 +74,7 @@ def test_a_model_that_was_measured_alone_has_no_gain(monkeypatch, unmodified):
     rows = [{**about, "backend": name, "case": "130M batch x 8"} for name in ("transformers", "accelerated")]
     alone = {**about, "backend": "accelerated", "case": "130M batch x 1"}
     other = [] if unmodified is None else [{**about, "case": alone["case"], "backend": "transformers"} | unmodified]
-    monkeypatch.setattr(render, "stored", lambda *_: [*rows, alone, *other])
+    monkeypatch.setattr(render, "everywhere", lambda *_, **__: [*rows, alone, *other])
     monkeypatch.setattr(render, "origin", lambda _: "")
     cells = render.TABLES["generate_short"]().splitlines()[3].split(" | ")
     assert cells[-1] == ("3x |" if unmodified == {"median_s": 3.0} else "- |")

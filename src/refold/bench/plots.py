@@ -18,7 +18,7 @@ from ..errors import ArgumentError, MissingDependency
 from ..ops.spec import load
 from . import scale_model
 from .published import RESULTS
-from .rows import Row, measured, rounded, stored
+from .rows import Row, everywhere, machines, measured, rounded, stored
 
 OURS, PEER, EAGER, INK, SOFT = "#b8324a", "#6d7a91", "#2b2d42", "#1d2026", "#8a909c"
 COLOURS = {"refold": OURS, "torch.compile": PEER, "mamba-ssm": PEER, "eager": EAGER}
@@ -78,12 +78,11 @@ def draw_operators(plt: Any, rows: list[Row]) -> Any:
     )
     for panel, (title, group) in zip(panels[0], groups.items(), strict=True):
         at = range(len(group))
-        panel.vlines(
-            at, [row["copy_ms"] for row in group], [row["mamba_ssm_ms"] for row in group], color="#e3e6eb", linewidth=5
-        )
-        for name, key in (("mamba-ssm", "mamba_ssm_ms"), ("refold", "median_ms")):
-            panel.plot(at, [row[key] for row in group], "o", color=COLOURS[name], label=name)
-        panel.plot(at, [row["copy_ms"] for row in group], "_", color=INK, markersize=11, label="copy of its bytes")
+        ours, theirs, copy = ([row[key] for row in group] for key in ("median_ms", "mamba_ssm_ms", "copy_ms"))
+        panel.vlines(at, copy, theirs, color="#e3e6eb", linewidth=5)
+        panel.plot(at, theirs, "o", color=PEER, label="mamba-ssm")
+        panel.plot(at, ours, "o", color=OURS, label="refold")
+        panel.plot(at, copy, "_", color=INK, markersize=11, label="copy of its bytes")
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         panel.set_title(title)
@@ -135,27 +134,22 @@ def draw_roofline(plt: Any, rows: list[Row]) -> Any:
 
 def published_rows(results: Path) -> list[Row]:
     """Return the rows of published results that compare times, in the order of the results; GPUs before CPUs."""
-    folders = sorted(
-        (path.name for path in results.iterdir() if path.is_dir()), key=lambda name: (name[0] != "n", name)
-    )
-    rows = [row for folder in folders for row in stored(results, folder, "published") if row.get("times_ms")]
-    place = list(RESULTS)
-    return sorted(rows, key=lambda row: place.index(row["result"]))
+    folders = sorted(machines(results), key=lambda name: not name.startswith("nvidia"))
+    rows = [row for row in everywhere(results, "published", folders=folders) if row.get("times_ms")]
+    return sorted(rows, key=lambda row: list(RESULTS).index(row["result"]))
 
 
 def draw_published(plt: Any, rows: list[Row]) -> Any:
     """Draw the times of each comparison: eager or Inductor where they ran, the published program, and refold."""
     figure, panel = plt.subplots(figsize=(9, 1.2 + 0.3 * len(rows)))
-    kinds = {"eager": ("eager", EAGER, "s"), "published": ("the published program", PEER, "o"),
-             "ours": ("refold", OURS, "o")}  # fmt: skip
     for i, row in enumerate(rows):
-        times = {"eager": row["times_ms"].get("eager"), "published": row["times_ms"].get(row["rival"]),
-                 "ours": row["times_ms"].get(row["ours"])}  # fmt: skip
-        known = [ms for ms in times.values() if ms]
+        kinds = (("eager", "eager", EAGER, "s"), (row["rival"], "the published program", PEER, "o"),
+                 (row["ours"], "refold", OURS, "o"))  # fmt: skip
+        times = [(row["times_ms"][name], *look) for name, *look in kinds if row["times_ms"].get(name)]
+        known = [ms for ms, *_ in times]
         panel.plot([min(known), max(known)], [i, i], color="#e3e6eb", linewidth=4, zorder=1)
-        for kind, ms in times.items():
-            if ms:
-                panel.plot([ms], [i], kinds[kind][2], color=kinds[kind][1], label=kinds[kind][0], zorder=2)
+        for ms, label, colour, mark in times:
+            panel.plot([ms], [i], mark, color=colour, label=label, zorder=2)
         ratio = f"{row['ratio']:.2g}x" if row["ratio"] else "published program not run"
         panel.annotate(ratio, (max(known), i), xytext=(8, 0), textcoords="offset points", va="center", fontsize=7)
     _logarithmic(panel, "ms (logarithmic); the number is the published program's time over refold's")
@@ -175,9 +169,7 @@ def _short(row: Row) -> str:
 
 def granite_rows(results: Path) -> list[Row]:
     """Return the rows of the Granite hybrid layer."""
-    folders = sorted(path.name for path in results.iterdir() if path.is_dir())
-    rows = [row for folder in folders for row in stored(results, folder, "granite-layer")]
-    return [row for row in rows if row["case"] != "multiply-sum"]
+    return [row for row in everywhere(results, "granite-layer") if row["case"] != "multiply-sum"]
 
 
 def draw_granite(plt: Any, rows: list[Row]) -> Any:
@@ -203,32 +195,26 @@ def fusion_rows(results: Path) -> list[Row]:
 
 def draw_fusion(plt: Any, rows: list[Row]) -> Any:
     """Draw time and memory of the model over the batch."""
-    kinds = [
-        ("8 layers, float32", 8, "float32"),
-        ("8 layers, bfloat16", 8, "bfloat16"),
-        ("1 layer, float32", 1, "float32"),
-    ]
+    kinds = ((8, "float32"), (8, "bfloat16"), (1, "float32"))
     figure, panels = plt.subplots(2, len(kinds), figsize=(9.5, 5), sharex=True, sharey="row")
-    for column, (title, layers, dtype) in enumerate(kinds):
-        own = sorted(
-            (row for row in rows if (row["layers"], row["dtype"]) == (layers, dtype)), key=lambda row: row["batch"]
-        )
+    for time, peak, (layers, dtype) in zip(*panels, kinds, strict=True):
+        own = [row for row in rows if (row["layers"], row["dtype"]) == (layers, dtype)]
+        own.sort(key=lambda row: row["batch"])
         at = [row["batch"] for row in own]
         for name in ("eager", "torch.compile", "refold"):
             if all(name in row["times_ms"] for row in own):
-                for panel, field, scale in ((panels[0], "times_ms", 1), (panels[1], "peak_bytes", 2**20)):
-                    values = [row[field][name] / scale for row in own]
-                    panel[column].plot(at, values, "o-", color=COLOURS[name], label=name)
+                look = {"color": COLOURS[name], "label": name}
+                time.plot(at, [row["times_ms"][name] for row in own], "o-", **look)
+                peak.plot(at, [row["peak_bytes"][name] / 2**20 for row in own], "o-", **look)
         for row in own:
-            ratio = min(ms for name, ms in row["times_ms"].items() if name != "refold") / row["times_ms"]["refold"]
-            panels[0][column].annotate(
-                f"{ratio:.1f}x", (row["batch"], row["times_ms"]["refold"]), textcoords="offset points", xytext=(0, -12),
-                ha="center", fontsize=7, color=OURS,
-            )  # fmt: skip
-        panels[0][column].set(xscale="log", yscale="log", title=title)
-        panels[1][column].set(xscale="log", yscale="log", xlabel="batch")
-        panels[1][column].set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-        panels[1][column].minorticks_off()
+            ms = row["times_ms"]["refold"]
+            ratio = min(other for name, other in row["times_ms"].items() if name != "refold") / ms
+            where = {"textcoords": "offset points", "xytext": (0, -12), "ha": "center"}
+            time.annotate(f"{ratio:.1f}x", (row["batch"], ms), **where, fontsize=7, color=OURS)
+        time.set(xscale="log", yscale="log", title=f"{layers} layer{'s' * (layers > 1)}, {dtype}")
+        peak.set(xscale="log", yscale="log", xlabel="batch")
+        peak.set_xticks(at := [1, 2, 4, 8, 16], map(str, at))
+        peak.minorticks_off()
     panels[0][0].set_ylabel(f"ms, {device(rows[0])}")
     panels[1][0].set_ylabel("peak MiB")
     for line in panels:
@@ -277,12 +263,15 @@ def standing(row: Row) -> tuple[str, int, int, int, str]:
     return *_parts(row), own.index(backend) if backend in own else len(own), backend
 
 
+def _drawn(results: Path, what: str) -> list[Row]:
+    """Return the rows of decoding or prefill whose programs are in figures."""
+    return [row for row in generation_rows(results) if f" {what} " in row["case"] and row["backend"] in PROGRAMS]
+
+
 def decode_rows(results: Path) -> list[Row]:
     """Return the rows of decoding after short prompts."""
-    rows = [row for row in generation_rows(results) if " decode " in row["case"] and row["backend"] in PROGRAMS]
-    place = list(PROGRAMS)
-    rows = [row for row in rows if _parts(row)[2] < 2048]
-    return sorted(rows, key=lambda row: (*_parts(row)[:2], place.index(row["backend"])))
+    rows = [row for row in _drawn(results, "decode") if _parts(row)[2] < 2048]
+    return sorted(rows, key=lambda row: (*_parts(row)[:2], list(PROGRAMS).index(row["backend"])))
 
 
 def draw_decode(plt: Any, rows: list[Row]) -> Any:
@@ -317,8 +306,7 @@ def draw_decode(plt: Any, rows: list[Row]) -> Any:
 
 def prefill_rows(results: Path) -> list[Row]:
     """Return the rows of reading prompts, of models with more than one length."""
-    rows = [row for row in generation_rows(results) if " prefill " in row["case"] and row["backend"] in PROGRAMS]
-    return sorted(rows, key=standing)
+    return sorted(_drawn(results, "prefill"), key=standing)
 
 
 def draw_prefill(plt: Any, rows: list[Row]) -> Any:
@@ -328,16 +316,13 @@ def draw_prefill(plt: Any, rows: list[Row]) -> Any:
         2, len(models), figsize=(2.6 * len(models) + 1, 5.2), sharex=True, sharey="row", squeeze=False,
         layout="constrained",
     )  # fmt: skip
-    for column, model in enumerate(models):
+    for rates, memory, model in zip(*panels, models, strict=True):
         own = [row for row in rows if _parts(row)[0] == model]
-        rates, memory = panels[0][column], panels[1][column]
         for backend, (name, colour) in PROGRAMS.items():
             line = [row for row in own if row["backend"] == backend]
             at = [_parts(row)[1] for row in line]
             if line:
-                rates.plot(
-                    at, [x / row["median_s"] for x, row in zip(at, line, strict=True)], "o-", color=colour, label=name
-                )
+                rates.plot(at, [_parts(row)[1] / row["median_s"] for row in line], "o-", color=colour, label=name)
             if line and all("extra_gib" in row for row in line):
                 memory.plot(at, [row["extra_gib"] for row in line], "o-", color=colour)
         if not memory.lines:
@@ -501,9 +486,7 @@ def _name_lines(panel: Any, names: Sequence[str]) -> None:
 
 PLOTS = {
     "published": Plot("Published results next to refold, by their own code.", published_rows, draw_published),
-    "operators": Plot(
-        "The scans next to mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
-    ),
+    "operators": Plot("Scans next to mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators),
     "roofline": Plot("Operations per second over operations per byte.", roofline_rows, draw_roofline),
     "granite_layer": Plot("The Granite layer of transformers: time and memory.", granite_rows, draw_granite),
     "fusion_example": Plot("The eager Mamba model over the batch: time and memory.", fusion_rows, draw_fusion),

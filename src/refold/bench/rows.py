@@ -247,6 +247,16 @@ def stored(results: Path, folder: str, *suites: str) -> list[Row]:
     return [row for path in paths if path.exists() for row in read(path)]
 
 
+def machines(results: Path) -> list[str]:
+    """Return the folders of machines whose rows are stored."""
+    return sorted(path.name for path in results.iterdir() if path.is_dir())
+
+
+def everywhere(results: Path, *suites: str, folders: Iterable[str] = ()) -> list[Row]:
+    """Return the stored rows of suites from some machines, or from all."""
+    return [row for folder in folders or machines(results) for row in stored(results, folder, *suites)]
+
+
 def measured(row: Row) -> bool:
     """Tell whether a row is a measurement, and not only the reason why there is none."""
     return not any(isinstance(row.get(why), str) for why in ("not_run", "skipped"))
