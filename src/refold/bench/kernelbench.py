@@ -8,10 +8,9 @@
 ``folder`` is the folder ``KernelBench`` of a checkout of that benchmark (github.com/ScalingIntelligence/KernelBench),
 with ``level1`` to ``level3``. With ``find``, nothing runs: tensors have shapes and no memory. Otherwise each problem
 runs in a process of its own with a time limit, so a crash, a leak or a hang affects only that problem. ``--resume``
-runs only the problems that FILE lacks. Problems are not changed, except that ``shrink`` divides the large integers at
-the top of their files. With ``found``, the rows of an earlier run with ``find``, only problems in which something
-was found are run, the largest saving first. For all others refold runs what ``torch.compile`` makes, and their rows say
-so: all problems then take minutes of a GPU. ``total`` ends a call in time.
+runs only the problems that FILE lacks. Problems are not changed. With ``found``, the rows of an earlier run with
+``find``, only problems in which something was found are run, the largest saving first. For all others refold runs what
+``torch.compile`` makes, and their rows say so: all problems then take minutes of a GPU. ``total`` ends a call in time.
 
 A row has ``found`` (the rewrites, with the outcome of each), ``chosen`` (the program that runs in the end),
 ``times_ms`` of eager, ``torch.compile`` and refold, ``ratio`` (the faster of the first two, over refold) and ``checks``
@@ -20,9 +19,7 @@ of the whole graph against float64. Or it has ``failed`` with the reason: ``time
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import importlib.util
 import json
 import math
 import signal
@@ -35,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
+from .fusion_example import source
 from .options import check_names
 from .progress import wanted
 from .rows import Row
 
 LEVELS = ("level1", "level2", "level3")
-SMALLEST = 64  # smaller integers are channels, kernels and the like, and stay
 
 
 def problems(folder: Path, levels: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -49,19 +46,6 @@ def problems(folder: Path, levels: Sequence[str]) -> Iterator[tuple[str, Path]]:
         files = sorted((folder / level).glob("*_*.py"), key=lambda file: int(file.name.split("_")[0]))
         for file in files:
             yield f"{level}/{file.name.split('_')[0]}", file
-
-
-def shrunk(text: str, factor: int) -> str:
-    """Divide the large integers that a problem's file assigns at its top; its code stays as it is."""
-    if factor <= 1:
-        return text
-    tree = ast.parse(text)
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            for part in ast.walk(node.value):
-                if isinstance(part, ast.Constant) and type(part.value) is int and part.value > SMALLEST:
-                    part.value = max(SMALLEST, part.value // factor)
-    return ast.unparse(tree)
 
 
 def saved(rows: Path) -> dict[str, float]:
@@ -92,14 +76,10 @@ def find_one(file: Path, seconds: float) -> dict[str, Any]:
     try:
         torch.compiler.reset()
         with torch.device("meta"), torch.no_grad():
-            spec = importlib.util.spec_from_file_location("problem", file)
-            assert spec is not None
-            assert spec.loader is not None
-            source = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(source)
-            arguments = source.get_init_inputs()
-            module = source.Model(**arguments) if isinstance(arguments, dict) else source.Model(*arguments)
-            report = refold.explain(module.eval(), *source.get_inputs())
+            problem = source(str(file))
+            arguments = problem.get_init_inputs()
+            module = problem.Model(**arguments) if isinstance(arguments, dict) else problem.Model(*arguments)
+            report = refold.explain(module.eval(), *problem.get_inputs())
         return {"found": _rows(report), "seconds": round(time.perf_counter() - start, 2)}
     except TimeoutError:
         return {"failed": "time", "seconds": seconds}
@@ -147,11 +127,11 @@ def _rows(report: Any) -> list[dict[str, Any]]:
              "flops": [r.flops_before, r.flops_after]} for r in rows]  # fmt: skip
 
 
-def run_one(file: Path, device: str, shrink: int, seconds: float) -> dict[str, Any]:
+def run_one(file: Path, device: str, seconds: float) -> dict[str, Any]:
     """Run one problem in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "problem.py"
-        path.write_text(shrunk(file.read_text(), shrink))
+        path = Path(folder) / "problem.py"  # reports name it so
+        path.write_text(file.read_text())
         command = [sys.executable, "-m", __name__, str(path), device]
         start = time.perf_counter()
         try:
@@ -168,7 +148,7 @@ def run_one(file: Path, device: str, shrink: int, seconds: float) -> dict[str, A
 
 def kernelbench(
     *, folder: str = "KernelBench", device: str = "cpu", find: bool = False, levels: tuple[str, ...] = LEVELS,
-    only: tuple[str, ...] = ("",), shrink: int = 1, found: str = "", seconds: float = 180.0, total: float = math.inf,
+    only: tuple[str, ...] = ("",), found: str = "", seconds: float = 180.0, total: float = math.inf,
 ) -> Iterator[Row]:  # fmt: skip
     """Time all problems of KernelBench: which get a rewrite, are right, and are faster.
 
@@ -178,7 +158,6 @@ def kernelbench(
         find: Say what would be rewritten, from shapes alone; run and time nothing.
         levels: Folders of problems.
         only: Problems such as ``level2/14``; all if empty.
-        shrink: Divide large integers at the top of each file by this.
         found: Rows of a run with ``find``; problems in which nothing was found are not run.
         seconds: Limit of time for one problem.
         total: Start no more problems after so many seconds.
@@ -200,18 +179,16 @@ def kernelbench(
         chosen = {name: chosen[name] for name in only}
     for name, file in sorted(chosen.items(), key=lambda one: -gains.get(one[0], 1.0)):
         content = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        what = {"example": name, "case": f"{content} {'find' if find else device} {shrink}"}
+        what = {"example": name, "case": f"{content} {'find' if find else device} 1"}  # 1: at its own sizes
         if not wanted(**what):
             continue
         if gains.get(name) == 0.0:
-            row: dict[str, Any] = {
-                "found": [],
-                "skipped": "nothing is found in it, so that refold runs what torch.compile makes",
-            }
+            why = "nothing is found in it, so that refold runs what torch.compile makes"
+            row: dict[str, Any] = {"found": [], "skipped": why}
         elif time.perf_counter() - start > total:
             continue
         else:
-            row = find_one(file, seconds) if find else run_one(file, device, shrink, seconds)
+            row = find_one(file, seconds) if find else run_one(file, device, seconds)
         wrong = [check["kind"] for check in row.get("checks", []) if not check["passed"]]
         refused = {"refused": f"not equal: {', '.join(wrong)}"} if wrong else {}
         yield {"benchmark": "kernelbench", **what, "file": file.name, "device": device, **row, **refused}

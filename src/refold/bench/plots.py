@@ -39,12 +39,10 @@ class Plot:
     """One figure.
 
     Attributes:
-        shows: What it shows, in a sentence.
         rows: Reads the rows that it is drawn from, out of a folder of results.
         draw: Draws them with a given ``matplotlib.pyplot``, and returns the figure.
     """
 
-    shows: str
     rows: Callable[[Path], list[Row]]
     draw: Callable[[Any, list[Row]], Any]
 
@@ -485,17 +483,18 @@ def _name_lines(panel: Any, names: Sequence[str]) -> None:
 
 
 PLOTS = {
-    "published": Plot("Published results next to refold, by their own code.", published_rows, draw_published),
-    "operators": Plot("Scans next to mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators),
-    "roofline": Plot("Operations per second over operations per byte.", roofline_rows, draw_roofline),
-    "granite_layer": Plot("The Granite layer of transformers: time and memory.", granite_rows, draw_granite),
-    "fusion_example": Plot("The eager Mamba model over the batch: time and memory.", fusion_rows, draw_fusion),
-    "decode": Plot("Tokens per second of decoding, and what the device allows.", decode_rows, draw_decode),
-    "prefill": Plot("Tokens per second and memory over the length of a prompt.", prefill_rows, draw_prefill),
-    "gradients": Plot("Forward and backward of the operators: time and memory.", gradient_rows, draw_gradients),
-    "scale": Plot("Sequences that GPUs share: weak and strong scaling, and on paper.", scale_rows, draw_scale),
-    "accuracy": Plot("Errors of the GPU kernels against float64.", accuracy_rows, draw_accuracy),
+    "published": Plot(published_rows, draw_published),
+    "operators": Plot(operator_rows, draw_operators),
+    "roofline": Plot(roofline_rows, draw_roofline),
+    "granite_layer": Plot(granite_rows, draw_granite),
+    "fusion_example": Plot(fusion_rows, draw_fusion),
+    "decode": Plot(decode_rows, draw_decode),
+    "prefill": Plot(prefill_rows, draw_prefill),
+    "gradients": Plot(gradient_rows, draw_gradients),
+    "scale": Plot(scale_rows, draw_scale),
+    "accuracy": Plot(accuracy_rows, draw_accuracy),
 }
+"""By the names of their files."""
 
 
 def stamp(rows: Iterable[Row]) -> str:

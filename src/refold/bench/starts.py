@@ -31,7 +31,7 @@ _CHILD = """
 import json, sys, time
 import torch, refold
 from refold import ops
-name, dtype, profile = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3]
+name, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 def normal(*shape): return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
 b, t, h, p, n = 1, 2048, 24, 64, 128
 if name == "ssd":
@@ -53,25 +53,18 @@ def both():
     forward, found = clock(lambda: getattr(ops, name)(**given)[0])
     backward, _ = clock(lambda: found.backward(grad))
     return forward, backward
-if profile:
-    import cProfile, pstats
-    run = cProfile.Profile(); run.enable(); times = both(); run.disable()
-    with open(profile, "w") as out:
-        pstats.Stats(run, stream=out).sort_stats("cumtime").print_stats(70).sort_stats("tottime").print_stats(40)
-else:
-    times = both()
-print(json.dumps([*times, *both()]))
+print(json.dumps([*both(), *both()]))
 """
 
 
-def first_calls(call: str, folder: Path, profile: str = "") -> tuple[float, float, float, float]:
+def first_calls(call: str, folder: Path) -> tuple[float, float, float, float]:
     """Run a call and its backward twice in a new process whose caches are in ``folder``; seconds of each.
 
     Raises:
         ArgumentError: The process failed.
     """
     environment = os.environ | {"TRITON_CACHE_DIR": str(folder / "triton"), "REFOLD_CACHE": str(folder / "refold")}
-    command = [sys.executable, "-c", _CHILD, *call.split(), profile]
+    command = [sys.executable, "-c", _CHILD, *call.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ArgumentError(f"starts: {call} failed: {done.stderr[-300:]}")

@@ -100,10 +100,7 @@ def joined(program: Equations, name: str, part: Equations) -> Equations:
         for own in text["steps"]:
             steps.append({**own, "let": _named(own["let"], names),
                           "of": [_named(x, names) if isinstance(x, str) else x for x in own["of"]]})  # fmt: skip
-        last = steps[-1]["let"]
-        letters = step["let"].split("[")[1]
-        of = [last.split("[")[0] + "[" + last.split("[")[1]]
-        steps.append({"let": f"{name}[{letters}", "do": "contract", "of": of})
+        steps.append({"let": step["let"], "do": "contract", "of": [steps[-1]["let"]]})
     data = {**program.to_dict(), "steps": steps, "sizes": {**text["sizes"], **program.sizes}}
     return parse(_pruned(data))
 
