@@ -292,6 +292,22 @@ def test_every_setting_that_changes_is_seen(name):
     assert not snapshot.holds()
 
 
+def test_every_module_and_tensor_that_is_replaced_is_seen():
+    model = make("granitemoehybrid").eval()
+    model.lm_head.scale = torch.nn.Parameter(torch.ones(1))  # equal to another, as a number
+    model.lm_head.register_buffer("none", torch.ones(0))
+    snapshot = graphs.Snapshot(model)
+    held = [vars(module)[name] for module in model.modules() for name in ("_modules", "_parameters", "_buffers")]
+    places = [(table, name) for table in held for name, value in table.items() if value is not None]
+    assert len(places) > 50
+    for table, name in places:
+        before = table[name]
+        table[name] = copy.deepcopy(before)
+        assert not snapshot.holds(), name
+        table[name] = before
+        assert snapshot.holds(), name
+
+
 def test_memory_is_given_back():
     model, _, summary = pair("granitemoehybrid", num_local_experts=0)
     for rows in range(1, 8):

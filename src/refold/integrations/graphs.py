@@ -17,8 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache
-from itertools import chain
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +61,10 @@ class Snapshot:
         self.empty = [table for table in (*tables, *hooks) if not table]
         self.filled = [table for table in tables if table]
         self.hooks = [table for table in hooks if table]
-        self.held = [*chain.from_iterable(map(dict.values, self.filled))]
-        self.tensors = [tensor for tensor in self.held if isinstance(tensor, Tensor)]
+        self.kept = [*map(dict, self.filled)]
+        places = [(t, name) for t in self.filled for name, value in t.items() if isinstance(value, Tensor)]
+        self.tensors = [table[name] for table, name in places]
+        self.single = [(table, name) for table, name in places if table[name].numel() == 1]
         self.tables = _tables(self.fields)
         self.settings = _settings(self.tables)
         self.seen = _copied(self._look())
@@ -73,17 +74,16 @@ class Snapshot:
             [*map(type, self.modules)],
             [*map(len, self.tables)],
             [*map(len, self.hooks)],
-            sum(map(len, self.filled)),
+            [id(table[name]) for table, name in self.single],
             [*map(Tensor.data_ptr, self.tensors)],
             [[*map(read, tables)] for read, tables in self.settings],
         )
 
     def holds(self) -> bool:
         """Whether nothing has changed since; values of weights may have."""
-        found = chain.from_iterable(map(dict.values, self.filled))
-        try:
-            return not any(self.empty) and self.seen == self._look() and all(map(is_, found, self.held))
-        except (KeyError, RuntimeError, ValueError):  # a setting is gone, or is an array, which is not equal or unequal
+        try:  # equal tables hold the same objects: another tensor of several numbers is not equal or unequal
+            return not any(self.empty) and self.filled == self.kept and self.seen == self._look()
+        except (KeyError, RuntimeError, ValueError):  # something is gone, or is neither equal nor unequal
             return False
 
     def refusal(self) -> str | None:
