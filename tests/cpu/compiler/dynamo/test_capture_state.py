@@ -83,15 +83,6 @@ def in_a_method(x, held):
     return torch.stack([step(u) for u in x.unbind(1)], 1)
 
 
-def dictionary(x, held):
-    state, ys = {"h": x[:, 0] * 0, "n": 0}, []
-    for t in range(x.shape[1]):
-        state["h"] = 0.5 * state["h"] + x[:, t] * state["n"]
-        state["n"] += 1
-        ys.append(state["h"])
-    return torch.stack(ys, 1), state
-
-
 def dictionary_from_before(x, held):
     for t in range(x.shape[1]):
         held.map["h"] = 0.5 * held.map["h"] + x[:, t]
@@ -316,15 +307,6 @@ def filled_from_behind(x, held):
     return ys
 
 
-def number_in_an_attribute(x, held):
-    held.n = 1.0
-    h = x[:, 0] * 0
-    for t in range(x.shape[1]):
-        h = h * 0.5 + held.n * x[:, t]
-        held.n *= 0.9
-    return h
-
-
 def number_in_a_dictionary(x, held):
     h = x[:, 0] * 0
     for t in range(x.shape[1]):
@@ -434,7 +416,7 @@ CAPTURED = [
     (counted_pair, [T]), (counted_dataclass, [T]), (counted_dictionary, [T]),
     (counted_list, [T]),
     (attribute, [T]), (attribute_of_a_new_object, [T]), (attribute_from_before, [T - 1]),
-    (attribute_that_was_none, [T - 1]), (buffer, [T - 1]), (in_a_method, [T]), (dictionary, [T]),
+    (attribute_that_was_none, [T - 1]), (buffer, [T - 1]), (in_a_method, [T]),
     (dictionary_from_before, [T - 1]), (dictionary_of_layers, [T]), (dictionary_of_outputs, [T]),
     (dictionary_in_an_attribute, [T]), (list_in_an_attribute, [T - 1]), (layers_in_an_attribute, [T - 1]),
     (objects_in_a_list, [T]), (two_names_for_a_dictionary, [T]), (swapped, [T]),
@@ -442,7 +424,7 @@ CAPTURED = [
     (dictionary_made_anew, [T]), (dictionary_made_by_a_function, [T]), (dictionaries_in_a_list, [T]),
     (dataclass_made_anew, [T]), (dataclass_replaced, [T]),
     (heads_of_a_step, [T]), (list_made_anew, [T]), (list_made_by_a_function, [T]),
-    (made_long_before, [T]), (filled_from_behind, [T]), (number_in_an_attribute, [T]),
+    (made_long_before, [T]), (filled_from_behind, [T]),
     (number_in_a_dictionary, [T - 1]),
     # Dynamo of torch 2.11 does not follow `_replace`.
     *([(named_tuples_of_lists, [T]), (counted_named_tuple, [T])] if torch.__version__ >= (2, 12) else []),

@@ -366,14 +366,6 @@ def two_reads(q, k, v, beta):
     return torch.stack(out, 1)
 
 
-def dense(x, m):
-    h, out = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        h = h @ m + x[:, t]
-        out.append(h)
-    return torch.stack(out, 1)
-
-
 def hidden_markov(x, m):
     h, out = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
@@ -397,7 +389,6 @@ def kept_and_reset(x, a):
         (kept_and_reset, [(2, 20, 4), ()], "`h = torch.where(mask, y, h)`", "[in-place]"),
         (season, [(2, 45), ()], "a step reads `y`, which steps write to", "[shared-memory]"),
         (two_reads, [(2, 20, 16)] * 3 + [(2, 20)], "the carry `S`", "[mixes-elements]"),
-        (dense, [(2, 20, 16), (16, 16)], "the carry `h`", "[mixes-elements]"),
         (hidden_markov, [(2, 20, 5), (5, 5)], "pairs elements of the carry `h`", "[mixes-elements]"),
     ],
 )
