@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from .compile_time import WITH_BACKWARD
 from .dynamo import rewriting_before_autograd
 from .inductor import clone_inputs, duplicate, with_part
-from .ir.captured_loop import captured_loops, loop_nodes, parts, takes_chunks
+from .ir.captured_loop import captured_loops, loop_nodes, parts
 from .ir.cost import Cost, computing, has_pointwise_kernels
 from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
@@ -22,12 +22,6 @@ from .passes.reroll_loops import STAYS
 from .record import Judgements, Record
 from .recurrence.vectorize import NotALoop
 from .validate.region import Judgement
-
-PHASES = (False, True)
-"""First all loops become scans but those over chunks; these then. What is around the others is rewritten after each.
-
-What is around loops over chunks may be more than the scans that they are.
-"""
 
 
 class EarlyRewrites:
@@ -39,37 +33,51 @@ class EarlyRewrites:
         options: How it is compiled.
         mode: ``training`` or ``inference``.
         record: Which rewrites are wanted; those that are made are written there.
-        judgements: What is found out of them.
+        judgements: What is found out of them; of no use if all are made without a verdict.
         notes: What is to be told, which grows.
+        gradients: Whether gradients may be taken of scans; so in training unless given.
 
     Attributes:
         gm: The graph, rewritten.
         operations_saved: How many operations fewer Inductor generates code for, backward included.
         checks_s: Seconds of checks.
+        loops: The captured loops that are scans now, described.
     """
 
     def __init__(
         self, gm: GraphModule, inputs: Sequence[Any], options: Options, mode: str, record: Record,
-        judgements: Judgements, notes: list[str],
+        judgements: Judgements | None, notes: list[str], gradients: bool | None = None,
     ) -> None:  # fmt: skip
-        self.gm, self.operations_saved, self.checks_s = gm, 0, 0.0
+        self.gm, self.operations_saved, self.checks_s, self.loops = gm, 0, 0.0, list[str]()
         self._inputs, self._options, self._training = inputs, options, mode == "training"
         self._record, self._judgements, self._notes = record, judgements, notes
+        self._gradients = self._training if gradients is None else gradients
+        # Why loops stay, by the parts of the graph that they are in and their names.
+        self._stay: dict[tuple[tuple[str, ...], str], str] = {}
 
     def rewrite(self) -> Cost:
-        """Replace what stands; return what that saves."""
-        saved = Cost()
-        for chunks in PHASES:
-            if is_due(self.gm, chunks):
-                saved += self._rewrite_captured(chunks) + self._rewrite_forward()
+        """Replace what stands; return what that saves.
+
+        Loops over chunks become scans last: what is around them may be more than the scans that they are.
+        """
+        saved = self._rewrite_captured(chunks=False) + self._rewrite_forward()
+        before = len(self.loops)
+        saved += self._rewrite_captured(chunks=True)
+        if len(self.loops) > before:
+            saved += self._rewrite_forward()
+        left = [(path, call.name) for path in parts(self.gm) for call in captured_loops(self._part(path))]
+        self._notes += [self._stay[key] for key in left if key in self._stay]
         return saved
+
+    def _part(self, path: Sequence[str]) -> Any:
+        return self.gm.get_submodule(".".join(path))
 
     def _rewrite_captured(self, chunks: bool) -> Cost:
         """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
         saved = Cost()
         for path in parts(self.gm):
-            part: Any = self.gm.get_submodule(".".join(path))
-            names = [call.name for call in loops_of(self.gm, path, chunks)]
+            part = self._part(path)
+            names = [call.name for call in captured_loops(part) if _takes_chunks(part, call) == chunks]
             if not names:
                 continue
             from .dynamo.to_scan import describe_loop
@@ -78,13 +86,15 @@ class EarlyRewrites:
             self.gm = with_part(self.gm, path, part)
             for name in names:
                 call = next(node for node in part.graph.nodes if node.name == name)
+                loop = describe_loop(part, call)
                 try:
                     found = self._as_operator(part, path, call)
                 except NotALoop as reason:
-                    self._notes.append(f"{STAYS} {reason.told_of(describe_loop(part, call))}")
+                    self._stay[path, name] = f"{STAYS} {reason.told_of(loop)}"
                     continue
                 if found is not None:
                     found.splice()
+                    self.loops.append(loop)
                     before, after = found.rewrite.before, found.rewrite.after
                     saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
             part.recompile()
@@ -98,7 +108,7 @@ class EarlyRewrites:
             key = ":".join(["captured", *path, call.name, str(dual)])
             if not self._record.wants(key):
                 continue
-            with torch.set_grad_enabled(self._training):
+            with torch.set_grad_enabled(self._gradients):
                 found = find_scan(part, call, dual)
             self._options.choose.tune(found.rewrite.candidate.graph)
             start = time.perf_counter()
@@ -116,7 +126,7 @@ class EarlyRewrites:
     def _rewrite_forward(self) -> Cost:
         """Rewrite the ATen graph of a forward before autograd; return what that saves."""
         saved, training = Cost(), self._training
-        if (tools := tools_before_autograd(self.gm, training)) is None:
+        if (tools := _tools(self.gm, training)) is None:
             return saved
         if not training and (self._options.rules or self._options.choose.passes is not None):
             return saved  # they are for the graph as AOTAutograd gives it
@@ -141,7 +151,7 @@ class EarlyRewrites:
                     saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
                     fewer = computing(rewrite.original.graph.nodes) - computing(rewrite.candidate.graph.nodes)
                     self.operations_saved += (WITH_BACKWARD if training else 1) * fewer
-                self.gm = with_part(self.gm, path, found.spliced(self._notes))
+                self.gm = with_part(self.gm, path, found.spliced())
                 break
         return saved
 
@@ -150,6 +160,7 @@ class EarlyRewrites:
 
     def _judged(self, rewrite: Rewrite, path: tuple[str, ...]) -> Judgement:
         """Judge a rewrite of Dynamo's graph, or of a part of it, on the values that it gets from the user's inputs."""
+        assert self._judgements is not None
         return self._judgements.of(rewrite, lambda: self._values(rewrite.inputs, path))
 
     def _values(self, names: Sequence[str], path: tuple[str, ...]) -> list[Any]:
@@ -165,15 +176,10 @@ class EarlyRewrites:
         return [found[name] for name in names]
 
 
-def is_due(gm: GraphModule, chunks: bool) -> bool:
-    """Tell whether there is anything to do in one of the `PHASES`."""
-    return not chunks or any(loops_of(gm, path, chunks) for path in parts(gm))
-
-
-def loops_of(gm: GraphModule, path: Sequence[str], chunks: bool) -> list[Node]:
-    """List the captured loops of a part of a graph that take chunks where operators have kernels, or the others."""
-    part: Any = gm.get_submodule(".".join(path))
-    return [x for x in captured_loops(part) if (_has_kernels(x.all_input_nodes) and takes_chunks(part, x)) == chunks]
+def _takes_chunks(part: GraphModule, call: Node) -> bool:
+    """Tell whether a loop takes chunks of tokens where operators have kernels."""
+    loop: Any = part.get_submodule(str(call.target))
+    return _has_kernels(call.all_input_nodes) and loop.takes_chunks
 
 
 def _has_kernels(nodes: Sequence[Node]) -> bool:
@@ -181,7 +187,7 @@ def _has_kernels(nodes: Sequence[Node]) -> bool:
     return any(isinstance(x, torch.Tensor) and has_pointwise_kernels(x.device) for x in given)
 
 
-def tools_before_autograd(gm: GraphModule, training: bool) -> Any:
+def _tools(gm: GraphModule, training: bool) -> Any:
     """Return the module that rewrites graphs before autograd; None if PyTorch lacks what it needs, or it is of no use.
 
     In inference it is of use on devices where a convolution or a norm becomes an operator, and where loops stayed.

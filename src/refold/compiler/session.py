@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule
 
 from ..errors import first_line, warn
 from ..report import GraphReport, RewriteReport
@@ -20,7 +21,7 @@ from .compile_time import inductor_seconds, layer_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
 from .dynamo.associative_scan import define_scans
 from .dynamo.scan_operation import scans_as_loops
-from .early_rewrites import PHASES, EarlyRewrites, is_due, loops_of, tools_before_autograd
+from .early_rewrites import EarlyRewrites
 from .external_cumsum import keep_scans_external
 from .inductor import (
     Compiled,
@@ -30,9 +31,7 @@ from .inductor import (
     duplicate,
     inductor_with,
     sums_are_external,
-    with_part,
 )
-from .ir.captured_loop import parts
 from .ir.cost import Cost, computing, graph_cost
 from .ir.evaluate import values_at
 from .ir.fx import copied_graph, is_made, loop_operation
@@ -43,7 +42,6 @@ from .pipeline import run as run_pipeline
 from .private import TraceAgain
 from .record import Decided, Judgements, Record, row_of
 from .recurrence.serial_chains import unrolled_operations
-from .recurrence.vectorize import NotALoop
 from .refusals import refused
 from .validate.program import Outcome, Rewritten, Rival, choose_program, compared, left_eager
 from .validate.region import undisturbed_rng
@@ -347,40 +345,15 @@ def _untold(told: Sequence[str], notes: Sequence[str]) -> list[str]:
 
 def describe_captured(gm: GraphModule, report: GraphReport) -> tuple[GraphModule, GraphReport]:
     """Return a graph as it would be rewritten before autograd, and the report with that."""
-    notes, loops, rows = list(report.notes), list(report.loops), list(report.rewrites)
+    notes, unjudged = list(report.notes), Options(verify="off", accept="always")
+    record = Record(unjudged, None)
     gm = duplicate(define_scans(scans_as_loops(gm, notes), everywhere=True))
-    training = report.mode == "training"
-    for chunks in PHASES:
-        if not is_due(gm, chunks):
-            continue
-        for path in parts(gm):
-            for loop, found in _scans(gm.get_submodule(".".join(path)), loops_of(gm, path, chunks), notes):
-                loops.append(loop)
-                rows.append(row_of(found.rewrite))
-        if (tools := tools_before_autograd(gm, training)) is None:
-            continue
-        for path in parts(gm):
-            if (more := tools.find_rewrites(gm, path, lambda _: True, notes, training=training)) is not None:
-                rows += map(row_of, more.rewrites)
-                gm = with_part(gm, path, more.spliced(notes))
-    return gm, replace(report, notes=tuple(notes), loops=tuple(loops), rewrites=tuple(rows))
-
-
-def _scans(part: Any, calls: Sequence[Node], notes: list[str]) -> Iterator[tuple[str, Any]]:
-    """Replace captured loops by the scans that they are, and yield both; notes say of the others why they are none."""
-    for call in calls:
-        from .dynamo.to_scan import describe_loop, find_scan
-
-        loop = describe_loop(part, call)
-        try:
-            found = find_scan(part, call)
-        except NotALoop as reason:  # the loop itself is listed when it is unrolled
-            notes.append(f"{STAYS} {reason.told_of(loop)}")
-            continue
-        notes += found.notes
-        found.splice()
-        part.recompile()
-        yield loop, found
+    early = EarlyRewrites(gm, (), unjudged, report.mode, record, None, notes, torch.is_grad_enabled())
+    early.rewrite()
+    rows = tuple(replace(row, key="", status="found") for row in record.applied)
+    return early.gm, replace(
+        report, notes=tuple(notes), loops=(*report.loops, *early.loops), rewrites=(*report.rewrites, *rows)
+    )
 
 
 def survey(graph: Graph, report: GraphReport) -> GraphReport:

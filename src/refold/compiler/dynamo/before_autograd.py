@@ -29,14 +29,14 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, downstream, extract, is_constant, same_strides, upstream
-from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes, takes_chunks
+from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes
 from ..ir.fx import HALF, copied_graph, is_erased, is_made, is_tensor, registers_hook, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
 from ..ir.source import CALLED, located, name_of
 from ..ir.views import is_view
-from ..passes.reroll_loops import STAYS
+from ..passes.fuse_chunked_deltas import fuse_chunked_deltas
 from ..pipeline import Stage, passes_of
 from ..pipeline import run as run_pipeline
 from ..private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -47,7 +47,6 @@ from .body import differentiable
 from .mutation import is_autograd_function, storages, writers, writes, written
 from .one_call import run_alone
 from .to_aten import environment, to_aten, twin
-from .to_scan import describe_loop
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -60,8 +59,8 @@ _PRODUCTS = (aten.mul.Tensor, aten.sum.dim_IntList)
 _PARTS = {"getitem", "slice", "narrow", "pad", "constant_pad_nd", "select"}
 _MULTIPLIES = {"mul", "imul", "multiply", "addcmul"}
 _VMAP = "torch._functorch.predispatch"
-# What is looked for around loops that are no scans, what must be before them, and how many steps show whether it is.
-_AROUND_LOOPS = ("fuse chunked delta rules",)
+# What must be before loops that are no scans, for a search around them, and how many steps show whether that finds
+# anything: delta rules in chunks.
 _INVERTS = ("solve_triangular", "setitem")
 _FIRST_STEPS = 3
 LONGEST = 8_000
@@ -126,8 +125,8 @@ def _worth_a_look(gm: GraphModule, training: bool) -> bool:
     if not training and _may_need_gradients(gm):
         return False  # a value may have one, although no result has
     if loop_nodes(gm):
-        loops = captured_loops(gm)
-        return any(takes_chunks(gm, call) for call in loops) or (bool(loops) and has(*_INVERTS))
+        loops: list[Any] = [gm.get_submodule(str(call.target)) for call in captured_loops(gm)]
+        return any(loop.takes_chunks for loop in loops) or (bool(loops) and has(*_INVERTS))
     if not training:  # without a convolution, passes after autograd find the same
         return has("conv1d")
     if any(node.target is SCAN.target or is_made(node) or _is_definition(gm, node) for node in calls):
@@ -203,7 +202,7 @@ class BeforeAutograd:
         self._standing: set[str] = set()  # operators of the rewrites
         self._values: dict[Node, Any] = {}  # of traced nodes, where copies are left out before them
         with torch.set_grad_enabled(training):  # passes ask whether gradients will be taken of what they make
-            passes = passes_of(Stage.FORWARD, None if most is None else _AROUND_LOOPS)
+            passes = [one for one in passes_of(Stage.FORWARD) if most is None or one.apply is fuse_chunked_deltas]
             run_pipeline(self._graph, wanted, self.notes, passes, self._take)
 
     def _take(self, found: Rewrite) -> None:
@@ -350,8 +349,8 @@ class BeforeAutograd:
         differentiable(graph)
         return GraphModule(part, graph)
 
-    def spliced(self, notes: list[str]) -> GraphModule:
-        """Put what was found into Dynamo's graph, and return it; notes lose what they say of loops that are gone."""
+    def spliced(self) -> GraphModule:
+        """Put what was found into Dynamo's graph, and return it."""
         copies = dict(self._named)
         for root, new, old in sorted(self._roots, key=lambda found: self._order[found[0]]):
             if is_erased(new):
@@ -362,19 +361,16 @@ class BeforeAutograd:
             with self.gm.graph.inserting_before(root), _without_autocast(root):
                 found = _copied(new, self.gm.graph, copies)
             root.replace_all_uses_with(found)
-        self._drop_unseen_loops(notes)
+        self._drop_unseen_loops()
         differentiable(self.gm.graph)
         self.gm.graph.lint()
         self.gm.recompile()
         return self.gm
 
-    def _drop_unseen_loops(self, notes: list[str]) -> None:
+    def _drop_unseen_loops(self) -> None:
         """Erase loops of which nothing is used any more; whoever compiles the graph would unroll them first."""
         alive = self._alive()
-        loops = [call for call in captured_loops(self.gm) if call not in alive]
-        for call in loops:
-            said = f"{STAYS} {describe_loop(self.gm, call)}"
-            notes[:] = [note for note in notes if not note.startswith(said)]
+        loops = self._loops - alive
         dead = downstream(*loops, *(x for call in loops for x in written(self.gm, call))) - alive
         for node in [x for x in reversed(self.gm.graph.nodes) if x in dead]:
             self.gm.graph.erase_node(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,26 @@ class CapturedLoop(torch.nn.Module):
             *(lists if self.count is not None else map(torch.stack, lists)),
         )
 
+    @functools.cached_property
+    def takes_chunks(self) -> bool:
+        """Whether a step multiplies matrices apart from its state, as one does that takes a chunk of tokens.
+
+        An outer product, whose result has more axes or which sums over one number, is none.
+        """
+        graph = self.body.graph
+        stateful = downstream(*graph.find_nodes(op="placeholder")[: self.carried])
+        for node in graph.nodes:
+            name = getattr(node.target, "__name__", node.target)
+            if name not in ("matmul", "bmm", "einsum") or node in stateful:
+                continue
+            values = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
+            shapes = [x.shape for x in values if isinstance(x, torch.Tensor)]
+            if len(shapes) < 3 or len({*map(len, shapes)}) > 1 or len(shapes[0]) < 3:
+                continue
+            if name == "einsum" or not same(shapes[1][-1], 1):
+                return True
+        return False
+
 
 def captured_loops(gm: GraphModule) -> list[Node]:
     """Return the calls of captured loops in a graph."""
@@ -119,27 +140,6 @@ def loop_nodes(gm: GraphModule) -> int:
     loops: list[Any] = [(part, node) for part in graphs for node in captured_loops(part)]
     steps = [(part.get_submodule(str(node.target)), node) for part, node in loops]
     return sum(len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for loop, node in steps)
-
-
-def takes_chunks(gm: GraphModule, call: Node) -> bool:
-    """Tell whether a step of a loop multiplies matrices apart from its state, as one does that takes a chunk of tokens.
-
-    An outer product, whose result has more axes or which sums over one number, is none.
-    """
-    loop: Any = gm.get_submodule(str(call.target))
-    graph = loop.body.graph
-    stateful = downstream(*graph.find_nodes(op="placeholder")[: loop.carried])
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", node.target)
-        if name not in ("matmul", "bmm", "einsum") or node in stateful:
-            continue
-        values = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
-        shapes = [x.shape for x in values if isinstance(x, torch.Tensor)]
-        if len(shapes) < 3 or len({*map(len, shapes)}) > 1 or len(shapes[0]) < 3:
-            continue
-        if name == "einsum" or not same(shapes[1][-1], 1):
-            return True
-    return False
 
 
 def step_count(loop: CapturedLoop, call: Node) -> Any:
