@@ -323,11 +323,8 @@ class _Reader:
 
     def _contraction(self, left: Node, right: Node) -> tuple[list[_Given], list[Label]]:
         a, b = self.values.read(left), self.values.read(right)
-        batch = [*zip(a.dims[:-2], b.dims[:-2], strict=True)]
-        for x, y in [*batch, (a.dims[-1], b.dims[-2])]:
-            if x and y and not unify(x, y):
-                raise _NotInGrammar
-        return self._counted([a, b], a.dims[-1] or b.dims[-2]), [*(x or y for x, y in batch), a.dims[-2], b.dims[-1]]
+        *batch, summed = _aligned([[*a.dims[:-2], a.dims[-1]], b.dims[:-1]])
+        return self._counted([a, b], summed), [*batch, a.dims[-2], b.dims[-1]]
 
     def _counted(self, factors: list[_Operand], summed: Label, scale: float = 1) -> list[_Given]:
         """Add the number of equal terms, where symbols are summed over that no factor has."""
@@ -367,21 +364,18 @@ class _Reader:
             only = self.values.read(x)
             return [only], only.dims, 1
         factors: list[_Operand] = []
-        labels: list[Label] = [()] * value(inner).dim()
+        dims: list[Sequence[Label]] = [[()] * value(inner).dim()]
         scale: float = 1
         for v in inner.args:
             if not isinstance(v, Node) or v in self.constants:
                 scale *= _number(self.constants.get(v, v) if isinstance(v, Node) else v)
                 continue
-            found, dims, own = self._factors(v)
+            found, labels, own = self._factors(v)
             factors, scale = factors + found, scale * own
-            for at, label in enumerate(dims, len(labels) - len(dims)):
-                if labels[at] and label and not unify(labels[at], label):
-                    raise _NotInGrammar
-                labels[at] = labels[at] or label
+            dims.append(labels)
         if not factors or len(factors) > MOST_FACTORS - 1:
             raise _NotInGrammar
-        out: tuple[Label, ...] = tuple(labels)
+        out = tuple(_aligned(dims))
         for view in reversed(chain):
             seen = viewed(view, out)
             if seen is None:
@@ -456,17 +450,10 @@ class _Reader:
         return of
 
     def _pointwise(self, node: Node, do: str, of: list[_Given]) -> None:
-        if not any(isinstance(x, _Operand) for x in of):
+        operands = [x.dims for x in of if isinstance(x, _Operand)]
+        if not operands:
             raise _NotInGrammar
-        rank = value(node).dim()
-        dims: list[Label] = [()] * rank
-        for x in of:
-            if isinstance(x, _Operand):
-                for at, label in enumerate(x.dims, rank - len(x.dims)):
-                    if dims[at] and label and not unify(dims[at], label):
-                        raise _NotInGrammar
-                    dims[at] = dims[at] or label
-        self.values.define(node, do, of, dims)
+        self.values.define(node, do, of, _aligned([[()] * value(node).dim(), *operands]))
 
     def _fold(self, node: Node, do: str) -> None:
         x = self.values.read(arg(node, 0))
@@ -511,15 +498,10 @@ class _Reader:
     def _cat(self, node: Node, move: Cat) -> None:
         dim, new = move.dim, Axis(move.shape[move.dim])
         parts = [self.values.read(x) for x in move.of]
-        dims: list[Label] = [()] * value(node).dim()
         for x in parts:
             self._resized(x, dim)
             self._in_order(x)
-            for at, label in enumerate(x.dims):
-                if at != dim:
-                    if dims[at] and label and not unify(dims[at], label):
-                        raise _NotInGrammar
-                    dims[at] = dims[at] or label
+        dims = _aligned([[*x.dims[:dim], (), *x.dims[dim + 1 :]] for x in parts])
         dims[dim] = (new,)
         self.values.define(node, "concat", parts, dims, along=new)
 
@@ -605,6 +587,17 @@ class _Inner:
     name: str
 
 
+def _aligned(operands: Sequence[Sequence[Label]]) -> list[Label]:
+    """Return the symbols of axes that are aligned at the last one; where several operands have some, they are one."""
+    dims: list[Label] = [()] * len(operands[0])
+    for labels in operands:
+        for at, label in enumerate(labels, len(dims) - len(labels)):
+            if dims[at] and label and not unify(dims[at], label):
+                raise _NotInGrammar
+            dims[at] = dims[at] or label
+    return dims
+
+
 def _layout(shape: Sequence[Any], letters: Sequence[tuple[str, int]]) -> Groups:
     """Divide letters over the axes of a shape, in order."""
     groups: list[tuple[str, ...]] = []
@@ -624,8 +617,6 @@ def _layout(shape: Sequence[Any], letters: Sequence[tuple[str, int]]) -> Groups:
 
 def _static(node: Node) -> bool:
     val = node.meta.get("val")
-    if isinstance(val, (tuple, list)):
-        return False
     return isinstance(val, torch.Tensor) and all(isinstance(size, int) for size in val.shape)
 
 
