@@ -177,10 +177,7 @@ class CallSite:
         """Refuse writes that anything else could see in between."""
         for write in self.traced.writes:
             written = self.operands[write.operand]
-            own = storage(written)
-            others = [x for i, x in enumerate(self.operands) if i != write.operand]
-            outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
-            if any(storage(x) == own for x in others + outside):
+            if self._is_shared(write.operand):
                 reason = f"it writes to `{name_of(written)}`, which is also read, or comes from outside"
                 raise NotALoop("shared-memory", reason, write.content)
             if write.operand < self.loop.carried or abs(write.step) != write.width:
@@ -191,16 +188,19 @@ class CallSite:
                 reason = f"the loop writes to a part of `{name_of(written)}`, and the size of that part is not known"
                 raise NotALoop("size-unknown", reason, write.content)
 
+    def _is_shared(self, operand: int) -> bool:
+        """Tell whether an operand shares memory with another one, or with what comes from outside."""
+        others = [x for i, x in enumerate(self.operands) if i != operand]
+        outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
+        return storage(self.operands[operand]) in map(storage, others + outside)
+
     def _check_finals(self) -> None:
         """Refuse states in place that anything else could see in between."""
         body = self.loop.body.graph
         placeholders, results = body.find_nodes(op="placeholder"), list[Any](body.output_node().args[0])  # type: ignore[arg-type]
         carried, collected = results[: self.loop.carried], results[self.loop.carried + self.loop.lasts :]
-        outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
         for operand, _ in self.traced.finals:
-            memory = storage(self.operands[operand])
-            others = [x for i, x in enumerate(self.operands) if i != operand]
-            if any(storage(x) == memory for x in others + outside):
+            if self._is_shared(operand):
                 raise NotALoop(
                     "in-place",
                     f"a step changes `{name_of(self.operands[operand])}` in place, which shares memory with an input "

@@ -12,6 +12,7 @@ Design decision 11.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from typing import Any
 
@@ -158,18 +159,12 @@ def _first_failure(op: str, a: int, b: int | float, most: int) -> int:
             return most if b else 0
         root = int(-b // a) if b % a == 0 else most
         return root if 0 <= root < most else most
-    holds = {
-        "==": lambda v: v == 0,
-        "<": lambda v: v < 0,
-        "<=": lambda v: v <= 0,
-        ">": lambda v: v > 0,
-        ">=": lambda v: v >= 0,
-    }[op]
-    if not holds(b):
+    holds = {"==": operator.eq, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}[op]
+    if not holds(b, 0):
         return 0
     # From a step where it holds, an affine inequality can turn false only once.
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(a * middle + b) else (low, middle)
+        low, high = (middle, high) if holds(a * middle + b, 0) else (low, middle)
     return high

@@ -249,10 +249,7 @@ class _Splitter:
 
     def summed(self, terms: Sequence[Node]) -> Node:
         """Return the sum of values."""
-        out = terms[0]
-        for term in terms[1:]:
-            out = self.call(aten.add.Tensor, out, term)
-        return out
+        return functools.reduce(functools.partial(self.call, aten.add.Tensor), terms)
 
     # The new body ----------------------------------------------------------------------------
 
@@ -493,60 +490,35 @@ _VALUES = {
 def _product(splitter: _Splitter, node: Any) -> _Made:
     """Multiply matrices, or a matrix and a vector, one of which is known by elements along what is summed over."""
     bias, (a, b) = (node.args[0], node.args[1:3]) if node.target is aten.addmm.default else (None, node.args[:2])
-    if node.kwargs:
-        raise NotThis
     rows, columns = value(a).dim() - 2, value(a).dim() - 1
-    vector = value(b).dim() == 1  # else the summed axis of b is that of a's rows
-    inner = 0 if vector else rows
-    left, right = splitter.along(a, columns), splitter.along(b, inner)
-    free = rows if b in splitter.elements and a not in splitter.elements else value(node).dim() - 1
-    mine, other = (left, right) if a in splitter.elements else (right, left)
-    if a in splitter.elements and b in splitter.elements:
+    split, vector = a in splitter.elements, value(b).dim() == 1  # else the summed axis of b is that of a's rows
+    if node.kwargs or (split and b in splitter.elements):
+        raise NotThis
+    left, right = splitter.along(a, columns), splitter.along(b, 0 if vector else rows)
+    mine, other = (left, right) if split else (right, left)
+    # The result has elements along the axis that only the other factor has: each is a sum with its parts there.
+    free = columns if split else rows
+    count = 1 if split and vector else known(value(b if split else a).shape[free])
+    if not isinstance(count, int) or count > 2 * LONGEST:
         raise NotThis
     out = []
-    if a in splitter.elements:  # a column of a, times a row of b, whose elements are apart
-        count = 1 if vector else known(value(b).shape[-1])
-        if not isinstance(count, int) or count > 2 * LONGEST:
-            raise NotThis
-        for j in range(count):
-            entries = (
-                right
-                if vector or count == 1
-                else [splitter.call(aten.slice.Tensor, x, rows + 1, j, j + 1) for x in right]
-            )
-            out.append(
-                splitter.summed([splitter.call(aten.mul.Tensor, x, y) for x, y in zip(mine, entries, strict=True)])
-            )
-        free = rows + 1
-    else:
-        count = known(value(a).shape[rows])
-        if not isinstance(count, int) or count > 2 * LONGEST:
-            raise NotThis
-        for j in range(count):
-            entries = other if count == 1 else [splitter.call(aten.slice.Tensor, x, rows, j, j + 1) for x in other]
-            if vector:
-                entries = [splitter.call(aten.squeeze.dim, x, rows + 1) for x in entries]
-            out.append(
-                splitter.summed([splitter.call(aten.mul.Tensor, x, y) for x, y in zip(entries, mine, strict=True)])
-            )
-        free = rows
-    if a in splitter.elements and vector:
-        found: Elements | Node = splitter.call(aten.squeeze.dim, out[0], columns)
-    else:
-        found = out[0] if len(out) == 1 else Elements(free, tuple(out))
-    if bias is not None:
-        if isinstance(found, Elements):
-            rank = value(node).dim()
-            own = value(bias).dim()
-            back = free - rank
-            shared = own < -back or known(value(bias).shape[own + back]) == 1
-            addends = [bias] * len(out) if shared else splitter.along(bias, own + back)
-            found = Elements(
-                free, tuple(splitter.call(aten.add.Tensor, y, x) for x, y in zip(out, addends, strict=True))
-            )
-        else:
-            found = splitter.call(aten.add.Tensor, bias, found)
-    return found, True
+    for j in range(count):
+        parts = other if count == 1 else [splitter.call(aten.slice.Tensor, x, free, j, j + 1) for x in other]
+        if vector and not split:
+            parts = [splitter.call(aten.squeeze.dim, x, columns) for x in parts]
+        factors = zip(*((mine, parts) if split else (parts, mine)), strict=True)
+        out.append(splitter.summed([splitter.call(aten.mul.Tensor, x, y) for x, y in factors]))
+    found: Elements | Node = out[0] if count == 1 else Elements(free, tuple(out))
+    if split and vector:
+        found = splitter.call(aten.squeeze.dim, out[0], columns)
+    if bias is None:
+        return found, True
+    if isinstance(found, Node):
+        return splitter.call(aten.add.Tensor, bias, found), True
+    own, back = value(bias).dim(), free - value(node).dim()
+    shared = own < -back or known(value(bias).shape[back]) == 1
+    addends = [bias] * count if shared else splitter.along(bias, own + back)
+    return Elements(free, tuple(splitter.call(aten.add.Tensor, *pair) for pair in zip(addends, out, strict=True))), True
 
 
 def _convolution(splitter: _Splitter, node: Any) -> _Made:
