@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
@@ -128,6 +129,10 @@ class Builder:
     def full(self, number: Any, like: Node, shape: Sequence[Size] = ()) -> Node:
         """Return a tensor full of a number, of a shape and with the dtype and device of ``like``."""
         return self.call(aten.full.default, list(shape), number, dtype=value(like).dtype, device=value(like).device)
+
+    def combined(self, target: Any, xs: Iterable[Any]) -> Node:
+        """Combine values by an operation of two, from the first one on."""
+        return functools.reduce(functools.partial(self.call, target), xs)
 
     def stack(self, xs: Sequence[Node], axis: int = 0) -> Node:
         """Stack tensors along a new axis; Inductor, which has no code for ``aten.stack``, does the same."""

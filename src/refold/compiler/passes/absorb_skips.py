@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
-from math import isfinite
+from math import isfinite, prod
 from operator import getitem
 from typing import Any
 
@@ -203,7 +203,7 @@ def _identity(factor: Factor) -> tuple[Any, ...]:
 
 
 def _size(label: Label) -> int:
-    return reduce(lambda a, b: a * b, (int(axis.size) for axis in resolve(label)), 1)
+    return prod(int(axis.size) for axis in resolve(label))
 
 
 def _absorb(scan: Node, skip: _Skip, states: list[Node], wanted: Callable[[str], bool]) -> Rewrite | None:
@@ -245,22 +245,14 @@ def _absorb(scan: Node, skip: _Skip, states: list[Node], wanted: Callable[[str],
 def _laid(build: Builder, skip: _Skip) -> Node:
     """Lay D out per head, or per head and channel."""
     heads, channels = skip.labels[0][2:]
-    like = value(skip.sum)
     read = {axis for factor in skip.factors for axis in factor.axes()}
     groups = (heads, channels) if read & set(resolve(channels)) else (heads,)
     if not skip.factors:
-        sizes = [_size(group) for group in groups]
-        return build.call(aten.full.default, sizes, skip.scale, dtype=like.dtype, device=like.device)
+        return build.full(skip.scale, skip.sum, [_size(group) for group in groups])
     order = [*resolve(heads), *resolve(channels)]
     D = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in skip.factors])
-    node = lay_out(build, D, Product(groups, ()))
-    if value(node).dtype != like.dtype:
-        node = build.call(_CONVERT, node, like.dtype)
-    if skip.scale != 1.0:
-        node = build.call(aten.mul.Tensor, node, skip.scale)
-    if value(node).is_contiguous():
-        return node
-    return build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+    node = build.cast(lay_out(build, D, Product(groups, ())), value(skip.sum).dtype)
+    return build.dense(node if skip.scale == 1.0 else build.call(aten.mul.Tensor, node, skip.scale))
 
 
 def _laid_as_summand(build: Builder, y: Node, skip: _Skip) -> Node:
@@ -273,6 +265,4 @@ def _laid_as_summand(build: Builder, y: Node, skip: _Skip) -> Node:
         y, own = build.call(aten.constant_pad_nd.default, y, missing), with_label(own, dim, long)
     axes = [axis for label in own for axis in resolve(label)]
     y = lay_out(build, Operand(build.reshape(y, [axis.size for axis in axes]), axes), Product(labels, ()))
-    if value(y).dtype != value(skip.sum).dtype:
-        y = build.call(_CONVERT, y, value(skip.sum).dtype)
-    return build.restride(y, value(skip.sum))
+    return build.restride(build.cast(y, value(skip.sum).dtype), value(skip.sum))

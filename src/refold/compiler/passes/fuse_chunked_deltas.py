@@ -467,7 +467,7 @@ def _strengthened(node: Node) -> tuple[Node, Node | None]:
 
 def _product(build: Builder, factors: list[_Operand], dtype: torch.dtype) -> Node | None:
     laid = [build.cast(part.laid(build), dtype) for part in factors]
-    return reduce(lambda x, y: build.call(aten.mul.Tensor, x, y), laid) if laid else None
+    return build.combined(aten.mul.Tensor, laid) if laid else None
 
 
 def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:

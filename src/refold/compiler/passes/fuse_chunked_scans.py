@@ -252,12 +252,7 @@ def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: f
     if x is None:
         sizes = [_size(group) for group in groups]
         return build.call(aten.full.default, sizes, number, dtype=like.dtype, device=like.device)
-    node = lay_out(build, x, Product(groups, ()))
-    if value(node).dtype != like.dtype:
-        node = build.call(_CONVERT, node, like.dtype)
-    if value(node).is_contiguous():
-        return node
-    return build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+    return build.dense(build.cast(lay_out(build, x, Product(groups, ())), like.dtype))
 
 
 def _lay_last(build: Builder, node: Node, state: Operand, states: ChunkStates) -> Node:

@@ -184,11 +184,9 @@ class StepAlgebra:
             if scale is not None:
                 term = self.emit.call(aten.mul.Tensor, term, scale.padded(self.emit, rank))
             terms.append(term)
-        out = terms[0]
-        for term in terms[1:]:
-            out = self.emit.call(aten.add.Tensor, out, term)
+        out = self.emit.combined(aten.add.Tensor, terms)
         if x.reset is not None:
-            zero = self.emit.call(aten.full.default, [], 0.0, dtype=value(out).dtype, device=value(out).device)
+            zero = self.emit.full(0.0, out)
             out = self.emit.call(aten.where.self, x.reset.padded(self.emit, rank), zero, out)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, x.offset.padded(self.emit, rank))
@@ -198,11 +196,10 @@ class StepAlgebra:
 
     def _bounded(self, x: Node, bound: Bound) -> Node:
         """Apply a bound to what has the rank of ``x``, (t, ...)."""
-        val = value(x)
         if isinstance(bound.value.node, Node):
-            by = bound.value.padded(self.emit, val.dim() - 1)
+            by = bound.value.padded(self.emit, value(x).dim() - 1)
         else:
-            by = self.emit.call(aten.full.default, [], bound.value.node, dtype=val.dtype, device=val.device)
+            by = self.emit.full(bound.value.node, x)
         if bound.smooth or bound.shares == EVEN:
             chosen = aten.logaddexp.default if bound.smooth else aten.maximum.default
             return self.emit.call(aten.minimum.default if bound.upper else chosen, x, by)
@@ -212,7 +209,7 @@ class StepAlgebra:
         beyond = self.emit.call((below if tie else below_too).Tensor, x, by)
         if unknown:
             return self.emit.call(aten.where.self, beyond, by, x)
-        neither = self.emit.call(aten.full.default, [], math.nan, dtype=val.dtype, device=val.device)
+        neither = self.emit.full(math.nan, x)
         within = self.emit.call((above_too if tie else above).Tensor, x, by)
         return self.emit.call(aten.where.self, within, x, self.emit.call(aten.where.self, beyond, by, neither))
 

@@ -24,7 +24,7 @@ from ..ir.operators import RANK_ONE
 from ..ir.sinking import sliced_early
 from .delta import Query, RankOne, Weighted
 from .delta_tokens import Tokens
-from .duality import lay, logarithm, merged
+from .duality import lay, logarithm, merged, signs_of
 from .readout import Placed, terms
 from .signs import sign
 from .vectorize import Value
@@ -174,9 +174,7 @@ def _signs(facts: Corrections) -> tuple[Node, Node]:
     """
     emit, (_, factors) = facts.emit, facts.decay
     x = facts.laid(factors, 1.0, [facts.key if any(facts.key in term.spans() for term in factors) else None])
-    one, minus = (emit.full(sign, x) for sign in (1.0, -1.0))
-    own = emit.call(aten.where.self, emit.call(aten.lt.Scalar, x, 0), minus, one)
-    return emit.call(aten.cumprod.default, own, 1), own
+    return signs_of(emit, x)
 
 
 def _times(emit: Builder, x: Any, signs: Node | None) -> Any:
@@ -186,12 +184,8 @@ def _times(emit: Builder, x: Any, signs: Node | None) -> Any:
 
 def _inputs(facts: Corrections, like: Node) -> Node:
     """Return v."""
-    total: Node | None = None
-    for term in facts.step.inputs:
-        x = facts.laid(facts.terms(term), term.number, [facts.channel], like)
-        total = x if total is None else facts.emit.call(aten.add.Tensor, total, x)
-    assert total is not None
-    return total
+    parts = (facts.laid(facts.terms(term), term.number, [facts.channel], like) for term in facts.step.inputs)
+    return facts.emit.combined(aten.add.Tensor, parts)
 
 
 def _log_decay(facts: Corrections, like: Node) -> Node | None:
@@ -203,10 +197,7 @@ def _log_decay(facts: Corrections, like: Node) -> Node | None:
     logs = [facts.laid([Placed(logarithm(facts.emit, term), term.state_axes)], 1.0, last) for term in factors]
     if number != 1.0:
         logs.append(facts.laid([], log(number), last, like))
-    total = logs.pop() if logs else None
-    for x in logs:
-        total = facts.emit.call(aten.add.Tensor, total, x)
-    return total
+    return facts.emit.combined(aten.add.Tensor, logs) if logs else None
 
 
 def _natural(facts: Corrections, x: Node, order: Sequence[int | None], target: Sequence[int]) -> Node:

@@ -11,7 +11,6 @@ states; None in it is an axis of size one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
 from math import inf, log, prod
 from operator import getitem
 from typing import Any
@@ -142,9 +141,14 @@ def _signs(emit: Builder, decays: Factors, order: list[Any], shape: list[int]) -
     """
     laid = lay(emit, decays.terms, [*order, None], shape, decays.number)
     assert laid is not None  # decays run along no other axis
-    one, minus = (emit.full(sign, laid) for sign in (1.0, -1.0))
-    signs = emit.call(aten.where.self, emit.call(aten.lt.Scalar, laid, 0), minus, one)
-    return emit.call(aten.cumprod.default, signs, 1)
+    return signs_of(emit, laid)[0]
+
+
+def signs_of(emit: Builder, decays: Node) -> tuple[Node, Node]:
+    """Return the signs of the products of decays (b, t, ...) up to each step, and of each step's alone."""
+    one, minus = (emit.full(sign, decays) for sign in (1.0, -1.0))
+    own = emit.call(aten.where.self, emit.call(aten.lt.Scalar, decays, 0), minus, one)
+    return emit.call(aten.cumprod.default, own, 1), own
 
 
 def _results(facts: Facts, y: tuple[Node, list[int]], last: tuple[Node, list[int]]) -> tuple[Node, Node]:
@@ -173,13 +177,10 @@ def _contracted(
 ) -> Node:
     """Sum a product over n, and lay it out for broadcasting; what does not run along n is multiplied afterwards."""
     along, rest = Factors(scale, factors).along(n)
-    total: Node | None = None
+    parts = [lay(emit, [term], target, shape, 1.0, dense=False) for term in rest]
     if along:
-        total = emit.call(aten.sum.dim_IntList, lay(emit, along, [*target, n], shape, 1.0, dense=False), [-1])
-    for term in rest:
-        x = lay(emit, [term], list(target), shape, 1.0, dense=False)
-        total = x if total is None else emit.call(aten.mul.Tensor, total, x)
-    assert total is not None  # a summand is a tensor, and so has a factor
+        parts.insert(0, emit.call(aten.sum.dim_IntList, lay(emit, along, [*target, n], shape, 1.0, dense=False), [-1]))
+    total = emit.combined(aten.mul.Tensor, parts)  # a summand is a tensor, and so has a factor
     scale *= 1.0 if along else shape[n]
     return total if scale == 1.0 else emit.call(aten.mul.Tensor, total, scale)
 
@@ -239,7 +240,7 @@ def gated(facts: Facts) -> tuple[Node, Node] | None:
     logs = [laid([Placed(logarithm(emit, term), term.state_axes)], [n]) for term in decays]
     if q is None or k is None or v is None or None in logs or len({value(x).dtype for x in (q, k, v)}) != 1:
         return None
-    g = reduce(partial(emit.call, aten.add.Tensor), logs)
+    g = emit.combined(aten.add.Tensor, logs)
     g = g if weight == 1.0 else emit.call(aten.add.Tensor, g, log(weight))
     state_order = [1, *heads, n, *channels]
     if initial is not None:
@@ -303,7 +304,7 @@ def _log_decay(
     """
     timed = bool(spans(*decays.terms) & {0, 1})
     order = per_step if timed else per_head
-    total = _constant(emit, x, [1 if place is None else shape[place] for place in order], log(decays.number))
+    total = emit.full(log(decays.number), x, [1 if place is None else shape[place] for place in order])
     for term in decays.terms:
         laid = lay(emit, [Placed(logarithm(emit, term), term.state_axes)], order, shape, 1.0)
         assert laid is not None  # decays run along heads, batch and time alone
@@ -312,9 +313,9 @@ def _log_decay(
     heads = [1 if place is None else shape[place] for place in per_head]
     if not timed:
         bounded = emit.call(aten.clamp_min.default, total, forgets(value(x).dtype))
-        return x, _constant(emit, x, sizes, 1.0), bounded
+        return x, emit.full(1.0, x, sizes), bounded
     dt, rate = divisor(emit.call, total)
-    return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, rate)
+    return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, emit.full(rate, x, heads)
 
 
 def _fades_near_one(decay: Node) -> bool:
@@ -363,7 +364,7 @@ def lay(
 ) -> Node | None:  # fmt: skip
     """Multiply factors and lay the product out over axes of the states; None in the order is an axis of size one."""
     sizes = [1 if place is None else shape[place] for place in order]
-    total: Node | None = None
+    laid = list[Node]()
     for term in parts:
         axes = [i for i, place in enumerate(term.state_axes) if place is not None]
         x = emit.reshape(term.node, [value(term.node).shape[i] for i in axes])
@@ -371,15 +372,11 @@ def lay(
         if any(place not in order for place in state_axes):
             return None
         x = emit.permute(x, [state_axes.index(place) for place in order if place in state_axes])
-        x = emit.reshape(x, [size if place in state_axes else 1 for place, size in zip(order, sizes, strict=True)])
-        total = x if total is None else emit.call(aten.mul.Tensor, total, x)
-    if total is None:
-        return None if like is None else _constant(emit, like, sizes, scale)
+        own = [size if place in state_axes else 1 for place, size in zip(order, sizes, strict=True)]
+        laid.append(emit.reshape(x, own))
+    if not laid:
+        return None if like is None else emit.full(scale, like, sizes)
+    total = emit.combined(aten.mul.Tensor, laid)
     if scale != 1.0:
         total = emit.call(aten.mul.Tensor, total, scale)
     return emit.expand(total, sizes) if dense else total
-
-
-def _constant(emit: Builder, like: Node, sizes: list[int], number: float) -> Node:
-    val = value(like)
-    return emit.call(aten.full.default, sizes, number, dtype=val.dtype, device=val.device)
