@@ -73,11 +73,15 @@ class EarlyRewrites:
         return self.gm.get_submodule(".".join(path))
 
     def _rewrite_captured(self, chunks: bool) -> Cost:
-        """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
+        """Replace captured loops by scans, where that stands; return what they cost more than their scans.
+
+        With ``chunks``, those that take chunks of tokens where operators have kernels, else all others.
+        """
         saved = Cost()
         for path in parts(self.gm):
             part = self._part(path)
-            names = [call.name for call in captured_loops(part) if _takes_chunks(part, call) == chunks]
+            loops = captured_loops(part).items()
+            names = [x.name for x, loop in loops if (_has_kernels(x.all_input_nodes) and loop.takes_chunks) == chunks]
             if not names:
                 continue
             from .dynamo.to_scan import describe_loop
@@ -174,12 +178,6 @@ class EarlyRewrites:
             graph = graph.owning_module.get_submodule(name).graph  # type: ignore[union-attr, assignment]
         found = values_at(graph, names, inputs)
         return [found[name] for name in names]
-
-
-def _takes_chunks(part: GraphModule, call: Node) -> bool:
-    """Tell whether a loop takes chunks of tokens where operators have kernels."""
-    loop: Any = part.get_submodule(str(call.target))
-    return _has_kernels(call.all_input_nodes) and loop.takes_chunks
 
 
 def _has_kernels(nodes: Sequence[Node]) -> bool:

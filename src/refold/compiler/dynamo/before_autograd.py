@@ -125,7 +125,7 @@ def _worth_a_look(gm: GraphModule, training: bool) -> bool:
     if not training and _may_need_gradients(gm):
         return False  # a value may have one, although no result has
     if loop_nodes(gm):
-        loops: list[Any] = [gm.get_submodule(str(call.target)) for call in captured_loops(gm)]
+        loops = captured_loops(gm).values()
         return any(loop.takes_chunks for loop in loops) or (bool(loops) and has(*_INVERTS))
     if not training:  # without a convolution, passes after autograd find the same
         return has("conv1d")
@@ -186,7 +186,7 @@ class BeforeAutograd:
         for node, memory in self._memory.items():
             self._maker |= dict.fromkeys(memory - self._maker.keys(), node)
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        self._loops = set(captured_loops(gm))
+        self._loops = captured_loops(gm)
         # Whether each value has a gradient, which takes another run of the graph to see.
         self._graph, named, self._constants, self._needs = _trace(gm, training and not known, most)
         if not (training or known):
@@ -294,8 +294,7 @@ class BeforeAutograd:
                 return because("in-place", "{} is changed in place", changes[0], changes[0].args[0])
             stack.extend(changes)
             # A loop may return nothing and write what it computes: its own nodes are asked.
-            loop: Any = self.gm.get_submodule(str(node.target)) if node in self._loops else None
-            asked = [node] if loop is None else list(loop.body.graph.nodes)
+            asked = self._loops[node].body.graph.nodes if node in self._loops else [node]
             if (detached := next(filter(self._is_detached, asked), None)) is not None:
                 return because("detached", "{} is detached, or computed without gradients", detached)
         return None
@@ -370,7 +369,7 @@ class BeforeAutograd:
     def _drop_unseen_loops(self) -> None:
         """Erase loops of which nothing is used any more; whoever compiles the graph would unroll them first."""
         alive = self._alive()
-        loops = self._loops - alive
+        loops = self._loops.keys() - alive
         dead = downstream(*loops, *(x for call in loops for x in written(self.gm, call))) - alive
         for node in [x for x in reversed(self.gm.graph.nodes) if x in dead]:
             self.gm.graph.erase_node(node)

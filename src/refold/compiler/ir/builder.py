@@ -104,10 +104,7 @@ class Builder:
         if x.is_Symbol or (type(x) not in SYMBOLIC_ARITHMETIC and not x.is_Add and not x.is_Mul):
             raise UnknownSize(str(x))
         apply = operator.add if x.is_Add else operator.mul if x.is_Mul else SYMBOLIC_ARITHMETIC[type(x)]
-        parts = [self.size(env.create_symintnode(part, hint=None)) for part in x.args]
-        while len(parts) > 1:
-            parts[:2] = [self.call(apply, *parts[:2])]
-        return parts[0]
+        return self.combined(apply, [self.size(env.create_symintnode(part, hint=None)) for part in x.args])
 
     def reshape(self, x: Node, shape: Sequence[Size]) -> Node:
         """Reshape; copies only if it must."""

@@ -99,17 +99,16 @@ class CapturedLoop(torch.nn.Module):
                 continue
             values = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
             shapes = [x.shape for x in values if isinstance(x, torch.Tensor)]
-            if len(shapes) < 3 or len({*map(len, shapes)}) > 1 or len(shapes[0]) < 3:
-                continue
-            if name == "einsum" or not same(shapes[1][-1], 1):
+            alike = len(shapes) > 2 and len({*map(len, shapes)}) == 1 and len(shapes[0]) > 2
+            if alike and (name == "einsum" or not same(shapes[1][-1], 1)):
                 return True
         return False
 
 
-def captured_loops(gm: GraphModule) -> list[Node]:
-    """Return the calls of captured loops in a graph."""
-    calls = [node for node in gm.graph.nodes if node.op == "call_module"]
-    return [node for node in calls if isinstance(gm.get_submodule(str(node.target)), CapturedLoop)]
+def captured_loops(gm: GraphModule) -> dict[Node, CapturedLoop]:
+    """Return the captured loops of a graph by the nodes that call them, in order."""
+    found = {node: gm.get_submodule(str(node.target)) for node in gm.graph.find_nodes(op="call_module")}
+    return {node: loop for node, loop in found.items() if isinstance(loop, CapturedLoop)}
 
 
 def parts(gm: GraphModule) -> list[tuple[str, ...]]:
@@ -137,9 +136,8 @@ def unrolled_size(gm: GraphModule) -> int:
 def loop_nodes(gm: GraphModule) -> int:
     """Return how many nodes become of the loops of a graph, and of its parts, when they are unrolled."""
     graphs: list[Any] = [gm.get_submodule(".".join(path)) for path in parts(gm)]
-    loops: list[Any] = [(part, node) for part in graphs for node in captured_loops(part)]
-    steps = [(part.get_submodule(str(node.target)), node) for part, node in loops]
-    return sum(len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for loop, node in steps)
+    loops = [pair for part in graphs for pair in captured_loops(part).items()]
+    return sum(len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for node, loop in loops)
 
 
 def step_count(loop: CapturedLoop, call: Node) -> Any:
