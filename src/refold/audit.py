@@ -183,12 +183,16 @@ def _count(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel())
 
 
+def _documents(tokens: int, device: torch.device) -> Tensor:
+    """Return the document of each token of a pack; the second one has one token."""
+    return torch.bucketize(torch.arange(tokens, device=device), torch.tensor([99, 100, 363], device=device)).int()
+
+
 def _ssd(strided: bool = False, grads: bool = False, pack: bool = False) -> Callable[..., Compared]:
     def run(theirs: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Compared:
         given = _ssd_arguments(device, dtype, strided=strided)
         if pack:
-            index = torch.bucketize(torch.arange(700, device=device), torch.tensor([99, 100, 363], device=device))
-            given["seq_idx"] = index[None].int()
+            given["seq_idx"] = _documents(700, device)[None]
         return _compare(theirs, mamba.mamba_chunk_scan_combined, given | {"return_final_states": not grads}, grads)
 
     return run
@@ -199,8 +203,7 @@ def _ssd_long(theirs: Callable[..., Any], device: torch.device, dtype: torch.dty
     seqlen, width, seen = 140_000, 16_384, 1024
     given = _ssd_arguments(device, dtype, 8)
     wide = torch.empty(1, seqlen, width, device=device, dtype=dtype)
-    start = 0
-    tails = {}
+    start, tails = 0, {}
     for name in ("x", "B", "C", "dt"):
         shape = given[name].shape[2:]
         start += _count(shape)
@@ -210,36 +213,31 @@ def _ssd_long(theirs: Callable[..., Any], device: torch.device, dtype: torch.dty
         tails[name] = given[name][:, -seen:].clone()
     given["dt_bias"] = torch.zeros_like(given["dt_bias"])
     out = theirs(**given)
-    exact = _exact(given | tails)
-    expected = mamba.mamba_chunk_scan_combined(**exact)
+    expected = mamba.mamba_chunk_scan_combined(**_exact(given | tails))
     yield "the last 256 tokens", out[:, -256:], expected[:, -256:]
+
+
+def _scan_arguments(
+    device: torch.device, dtype: torch.dtype, b: int, d: int, n: int, t: int, least: float
+) -> dict[str, Any]:
+    """Arguments of the Mamba-1 scan; rates are at least ``least``."""
+    u, delta, B, C = (torch.randn(b, s, t, device=device, dtype=dtype) for s in (d, d, n, n))
+    A = -torch.rand(d, n, device=device) - least
+    return {"u": u, "delta": delta, "A": A, "B": B, "C": C, "delta_softplus": True}
 
 
 def _selective_scan(grads: bool = False) -> Callable[..., Compared]:
     def run(theirs: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Compared:
-        b, d, n, t = 2, 96, 16, 700
-        u, delta, z, B, C = (torch.randn(b, s, t, device=device, dtype=dtype) for s in (d, d, d, n, n))
-        given = {
-            "u": u, "delta": delta, "A": -torch.rand(d, n, device=device) - 0.1, "B": B, "C": C, "z": z,
-            "D": torch.randn(d, device=device), "delta_bias": torch.rand(d, device=device) - 3, "delta_softplus": True,
-        }  # fmt: skip
+        given = _scan_arguments(device, dtype, 2, d := 96, 16, 700, 0.1)
+        z, D, bias = torch.randn_like(given["u"]), torch.randn(d, device=device), torch.rand(d, device=device) - 3
+        given |= {"z": z, "D": D, "delta_bias": bias}
         return _time_second(_compare(theirs, mamba.selective_scan_fn, given, grads))
 
     return run
 
 
 def _selective_scan_long(theirs: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Compared:
-    b, d, n, t, seen = 70, 1024, 4, 30_720, 64
-    u, delta = (torch.randn(b, d, t, device=device, dtype=dtype) for _ in range(2))
-    B, C = (torch.randn(b, n, t, device=device, dtype=dtype) for _ in range(2))
-    given: dict[str, Any] = {
-        "u": u,
-        "delta": delta,
-        "A": -torch.rand(d, n, device=device) - 4,
-        "B": B,
-        "C": C,
-        "delta_softplus": True,
-    }
+    given, seen = _scan_arguments(device, dtype, 70, 1024, 4, 30_720, 4), 64
     out = theirs(**given)[-1:, -32:, -16:]
     exact = {k: v[-1:, ..., -seen:].double().cpu() for k, v in given.items() if k in ("u", "delta", "B", "C")}
     exact |= {k: exact[k][:, -32:] for k in ("u", "delta")}
@@ -270,9 +268,8 @@ def _state_update(slots: int) -> Callable[..., Compared]:
             "dt_bias": bias[:, None].expand(-1, p), "dt_softplus": True,
         }  # fmt: skip
         out = theirs(state=state, **given, state_batch_indices=index)
-        exact = _exact(given)
         after = rows.double().cpu()
-        expected = mamba.selective_state_update(after, **exact)
+        expected = mamba.selective_state_update(after, **_exact(given))
         yield "the result", out, expected
         yield "the state", state[index.long()], after
 
@@ -300,8 +297,7 @@ def _convolution(grads: bool = False, pack: bool = False, channels_last: bool = 
         weight, bias = torch.randn(d, 4, device=device, dtype=dtype), torch.randn(d, device=device, dtype=dtype)
         given: dict[str, Any] = {"x": x.detach(), "weight": weight, "bias": bias, "activation": "silu"}
         if pack:
-            index = torch.bucketize(torch.arange(t, device=device), torch.tensor([99, 100, 363], device=device))
-            given["seq_idx"] = index.expand(2, -1).int().contiguous()
+            given["seq_idx"] = _documents(t, device).expand(2, -1).contiguous()
         return _time_second(_compare(theirs, conv.causal_conv1d_fn, given, grads))
 
     return run
