@@ -135,17 +135,15 @@ class Workshop:
             if kind == "program":
                 rule = self.rule(text, f"proposal {number}")
                 evidence["rule"] = rule.to_dict()
-                reason = "it is the region as it is" if str(rule.program) == str(rule.region) else ""
-                run, report = (None, None) if reason else self._compiled(rules=(rule,))
+                if str(rule.program) == str(rule.region):
+                    raise ProgramError("it is the region as it is")
+                run, report = self._compiled(rules=(rule,))
             else:
                 choices = self.choices(text)
                 evidence["choices"] = choices.to_dict()
-                reason = ""
                 run, report = self._compiled(choose=choices)
         except (ArgumentError, CompileError) as error:
             return Attempt(text, "refused", "grammar", str(error), kind=kind), evidence
-        if reason or run is None or report is None:
-            return Attempt(text, "refused", "grammar", reason, kind=kind), evidence
         evidence["report"] = report.to_dict()
         attempt = self._judged(proposal, number, run, report)
         evidence |= {"outcome": attempt.outcome, "check": attempt.check, "reason": attempt.reason,
@@ -166,7 +164,7 @@ class Workshop:
             if not any(row.status == "applied" for row in rows):
                 reason = rows[0].reason
                 return refused("T7" if "faster" in reason else "N1", reason)
-        if failure := self._wrong(run, report):
+        if failure := self._wrong(run):
             return refused("N1", failure)
         if self.terms.accept == "right":
             return Attempt(proposal.text, "accepted", kind=proposal.kind)
@@ -224,7 +222,7 @@ class Workshop:
             raise CompileError(first_line(error)) from error
         return compiled, compiled.report
 
-    def _wrong(self, run: Function, report: Report) -> str:
+    def _wrong(self, run: Function) -> str:
         """Compare a program as a whole with the original against float64; say what is wrong."""
         wide = copy.deepcopy(self.module).double()
         terms = max([1, *(region.program.terms() for region in self.regions)])
