@@ -28,6 +28,7 @@ _SPARE = 4  # places for each mark
 _MAIN = "__name__ == '__main__'"
 _MAKERS = {"ones", "zeros", "full", "empty"}  # of masks that are the same everywhere, which decide nothing
 _VALUE = ("was never true", "was never false")
+_LOOPS, _WAITS = (ast.For, ast.AsyncFor, ast.While), (ast.Yield, ast.YieldFrom, ast.Await)
 Marks = set[int]
 Excuse = Callable[[Marks], str]
 
@@ -80,6 +81,7 @@ class Branches:
         mentions: The blocks in which a name stands.
         unseen: Lines of what is compiled, whose branches are not Python's.
         from_text: Lines that make code of text.
+        caught: The marks of what catches errors.
     """
 
     code: bytes
@@ -89,6 +91,7 @@ class Branches:
     mentions: dict[str, list[Site | None]]
     unseen: list[int]
     from_text: list[int]
+    caught: Marks
     used: Marks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,20 +135,25 @@ def marked(program: Program, name: str, given: int, train: bool, seed: int) -> B
     rng = random.Random(seed)
     try:
         tree = ast.parse(program.text)
-        # What runs where this is the main program is no part of the candidate.
-        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and _MAIN in ast.unparse(node.test))]
-        own = reachable([node for node in tree.body if node.lineno <= last], attribute)
+        main = [n for n in tree.body if isinstance(n, ast.If) and _MAIN in ast.unparse(n.test) and not n.orelse]
+        own = reachable([node for node in tree.body if node.lineno <= last and node not in main], attribute)
         facts = Excuses(copy.deepcopy(ast.Module(own, [])), attribute, given, train)
         room = 4 * _SPARE * (1 + sum(isinstance(node, (ast.expr, ast.stmt)) for node in ast.walk(tree)))
         recorder = f"__refold_{rng.getrandbits(64):x}__"
         marker = _Marker(facts, rng.sample(range(room), room // _SPARE), recorder)
-        tree.body = [marker.visit(node) if node in own else node for node in tree.body]
+        barred = _Barred(facts, marker.barred)
+        for at, node in enumerate(tree.body):
+            if node in main:
+                node.body = [ast.copy_location(ast.Expr(marker.barred()), node)]
+            elif node.lineno <= last:
+                tree.body[at] = marker.visit(node) if node in own else barred.visit(node)
         code = compile(ast.fix_missing_locations(tree), name, "exec", dont_inherit=True)
     except RecursionError as error:
         reason = "its expressions, or what they refer to, are nested too deeply to put marks into them"
         raise Misbehaved("C7", reason) from error
     unseen = sorted(marker.unseen + facts.opaque)
-    return Branches(marshal.dumps(code), recorder, room, marker.sites, marker.mentions, unseen, facts.from_text)
+    made, said = marshal.dumps(code), facts.from_text
+    return Branches(made, recorder, room, marker.sites, marker.mentions, unseen, said, marker.caught)
 
 
 class Cover:
@@ -188,6 +196,10 @@ class Cover:
         self.marks |= new
         return bool(new)
 
+    def caught(self) -> bool:
+        """Say whether the last call caught an error."""
+        return bool(self.ran() & self._branches.caught)
+
     def enough(self) -> None:
         """Raise `Enough` if there is nothing left to see."""
         if all(why for _, _, why in self._branches.missing(self.marks)):
@@ -206,20 +218,31 @@ def _held(node: ast.expr) -> set[str]:
     return {ast.unparse(n) for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute)) and id(n) not in inner}
 
 
-class _Marker(ast.NodeTransformer):
-    """Puts marks into a tree."""
+def _takes_all(pattern: ast.pattern) -> bool:
+    """Say whether a pattern fits everything, so that Python allows no case after it."""
+    if isinstance(pattern, ast.MatchOr):
+        return _takes_all(pattern.patterns[-1])
+    return isinstance(pattern, ast.MatchAs) and (pattern.pattern is None or _takes_all(pattern.pattern))
+
+
+class _Blocks(ast.NodeTransformer):
+    """Puts marks where blocks begin, and where they may end otherwise than by their last statement."""
 
     def __init__(self, facts: Excuses, places: list[int], recorder: str):
-        self._facts, self._places, self._recorder = facts, places, recorder
+        self._facts, self._places, self._recorder, self._bar = facts, places, recorder, places.pop()
         self.sites: list[Site] = []
         self.unseen: list[int] = []
+        self.caught = Marks()
         self.mentions: dict[str, list[Site | None]] = {}
         self._parent: Site | None = None
+        self._ends = False  # whether what follows a statement only raises an error
         self._at = Scope()
         self._foreign: dict[str, int] = {}  # marks of what is asked for its place and is not of torch
         self._held: dict[str, int] = {}  # marks of what is taken for fixed and could be emptied, as a list
 
-    # Marks.
+    def barred(self, *value: ast.expr) -> Any:
+        """Mark what must not run."""
+        return self._record("ran", [self._bar], *value)
 
     def _site(self, body: list[Any], wanted: tuple[str, ...], *excuse: Excuse, **more: Any) -> Site:
         places = [self._places.pop() for _ in wanted]
@@ -255,12 +278,55 @@ class _Marker(ast.NodeTransformer):
         return [*inner[:said], mark, *inner[said:]]
 
     def _all(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        return [self.visit(statement) for statement in body]
+        """Visit statements; what follows a loop, or waits for a generator to be asked again, is a block of its own."""
+        found, outer = list[ast.stmt](), self._ends
+        for at, statement in enumerate(body, 1):
+            self._ends = self._facts.raises(body[at:]) if body[at:] else outer
+            waits = isinstance(statement, _LOOPS) or any(isinstance(n, _WAITS) for n in ast.walk(statement))
+            found.append(self.visit(statement))
+            if body[at:] and waits:
+                found += self._block(body[at:])
+                break
+        self._ends = outer
+        return found
+
+    def _anew(self, body: list[ast.stmt], *args: Any, **options: Any) -> list[ast.stmt]:
+        """Mark a block that does not go on with what follows it."""
+        self._ends = False
+        return self._block(body, *args, **options)
+
+    def _to_its_end(self, node: Any) -> list[ast.stmt]:
+        """Mark that a loop ended by itself, if it may return before, and if an error is not all that follows then."""
+        returns = any(isinstance(n, ast.Return) for n in ast.walk(node)) and not self._ends
+        endless = isinstance(node, ast.While) and isinstance(node.test, ast.Constant)
+        return self._block(node.orelse, at=node) if node.orelse or (returns and not endless) else []
+
+    def _import(self, node: Any) -> Excuse:
+        """Excuse an error that may only occur where other packages are installed."""
+        imports = any(isinstance(s, (ast.Import, ast.ImportFrom)) for s in node.body) and self._at.function is None
+        return (lambda _: "with other packages") if imports else _no
+
+    def _handler(self, handler: ast.ExceptHandler, excuse: Excuse, wanted: str = "never ran") -> ast.ExceptHandler:
+        """Mark what catches an error."""
+        first = len(self.sites)
+        handler.body = self._block(handler.body, excuse, wanted=wanted)
+        self.caught.add(self.sites[first].places[0])
+        return handler
+
+    def _unhandled(self, at: ast.stmt, excuse: Excuse) -> ast.ExceptHandler:
+        """Mark an error that comes out of a block and that something without a handler keeps from going on."""
+        kind = ast.Name("BaseException", ast.Load())
+        found = ast.copy_location(ast.ExceptHandler(kind, None, [ast.copy_location(ast.Raise(), at)]), at)
+        return self._handler(found, excuse, "was never ended by an error")
 
     def _arm(self, node: ast.expr, excuse: Excuse = _no) -> ast.expr:
         """Mark an expression as a block."""
         site = self._site([node], ("never ran",), excuse)
         return self._record("ran", site.places, self._within(site, self.visit, node))
+
+
+class _Marker(_Blocks):
+    """Puts marks into a tree."""
 
     # Values.
 
@@ -419,31 +485,41 @@ class _Marker(ast.NodeTransformer):
     # Statements.
 
     def visit_If(self, node: ast.If) -> Any:
-        said, ends = node.test, self._facts.raises(node.body) or self._facts.raises(node.orelse)
-        node.test, why = self._test(node.test, free=ends)
+        said, otherwise = node.test, self._facts.raises(node.orelse) or (self._ends and not node.orelse)
+        node.test, why = self._test(node.test, free=otherwise or self._facts.raises(node.body))
         wanted = "never ran" if node.orelse else "was never false"
         node.body = self._block(node.body, partial(why, True))
-        node.orelse = self._block(node.orelse, partial(why, False), said, wanted=wanted)
+        excuse = (lambda _: "unused") if otherwise else partial(why, False)
+        node.orelse = self._block(node.orelse, excuse, said, wanted=wanted)
         return node
 
     def visit_While(self, node: ast.While) -> Any:
-        node.test = self._test(node.test)[0]
-        node.body, node.orelse = self._block(node.body), self._all(node.orelse)
+        node.orelse, node.test = self._to_its_end(node), self._test(node.test)[0]
+        node.body = self._anew(node.body)
         return node
 
     def visit_For(self, node: Any) -> Any:
-        node.iter, node.target = self.visit(node.iter), self.visit(node.target)
-        node.body, node.orelse = self._block(node.body), self._block(node.orelse) if node.orelse else []
+        node.orelse, node.iter, node.target = self._to_its_end(node), self.visit(node.iter), self.visit(node.target)
+        node.body = self._anew(node.body)
         return node
 
     visit_AsyncFor = visit_For
 
+    def visit_With(self, node: Any) -> Any:
+        swallows, first, excuse = self._facts.swallows(node), node.body[0], self._import(node)
+        node.items, node.body = [self.visit(each) for each in node.items], self._all(node.body)
+        if swallows:
+            node.body = [ast.Try(node.body, [self._unhandled(first, excuse)], [], [])]
+        return node
+
+    visit_AsyncWith = visit_With
+
     def visit_Try(self, node: Any) -> Any:
-        imports = any(isinstance(s, (ast.Import, ast.ImportFrom)) for s in node.body) and self._at.function is None
-        excuse: Excuse = (lambda _: "with other packages") if imports else _no
+        excuse = self._import(node)
         node.body = self._block(node.body)
-        for handler in node.handlers:
-            handler.body = self._block(handler.body, excuse)
+        node.handlers = [self._handler(handler, excuse) for handler in node.handlers]
+        if self._facts.leaves(node.finalbody) and all(handler.type for handler in node.handlers):  # it forgets an error
+            node.handlers.append(self._unhandled(node.body[0], excuse))
         node.orelse = self._block(node.orelse, excuse) if node.orelse else []
         node.finalbody = self._all(node.finalbody)
         return node
@@ -451,7 +527,7 @@ class _Marker(ast.NodeTransformer):
     visit_TryStar = visit_Try
 
     def visit_Match(self, node: ast.Match) -> Any:
-        excuses = [self._excuse(each)[1] for each in comparisons(node)]
+        ends, excuses = self._ends, [self._excuse(each)[1] for each in comparisons(node)]
 
         def excuse(marks: Marks) -> str:
             found = [each(marks) for each in excuses]
@@ -461,6 +537,9 @@ class _Marker(ast.NodeTransformer):
         for case in node.cases:
             case.guard = case.guard and self._test(case.guard)[0]
             case.body = self._block(case.body, excuse)
+        if node.cases[-1].guard or not _takes_all(node.cases[-1].pattern):
+            none = self._block([], (lambda _: "unused") if ends else excuse, node, wanted="never was without a case")
+            node.cases.append(ast.match_case(ast.MatchAs(), None, none))
         return node
 
     def visit_Assert(self, node: ast.Assert) -> Any:
@@ -490,12 +569,35 @@ class _Marker(ast.NodeTransformer):
         if self._facts.is_kernel(node):
             self.unseen.append(node.lineno)
             return node
-        node.decorator_list, node.args = [self.visit(d) for d in node.decorator_list], self.visit(node.args)
         why, at = self._facts.uncalled(node, self._at.owner), self._at._replace(function=node)
-        node.body = self._within(at, partial(self._block, excuse=lambda _: why, name=node.name), node.body)
+        node.decorator_list, node.args = [self.visit(d) for d in node.decorator_list], self.visit(node.args)
+        node.body = self._within(at, partial(self._anew, excuse=lambda _: why, name=node.name), node.body)
         return node
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
         return self._within(Scope(owner=node), self.generic_visit, node)
+
+
+class _Barred(ast.NodeTransformer):
+    """Marks functions to which no name leads, so that they may not run: nobody looks into them."""
+
+    def __init__(self, facts: Excuses, mark: Callable[..., Any]):
+        self._facts, self._mark = facts, mark
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        self.generic_visit(node)
+        if not self._facts.is_kernel(node):
+            node.body.insert(0, ast.copy_location(ast.Expr(self._mark()), node))
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Lambda(self, node: ast.Lambda) -> Any:
+        node.body = self._mark(self.visit(node.body))
+        return node
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> Any:
+        node.elt = self._mark(self.visit(node.elt))
+        return node

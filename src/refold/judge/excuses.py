@@ -19,6 +19,7 @@ import torch
 
 _ERRORS = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "AssertionError"}
 _CATCHERS = {"suppress", "ExitStack", "Thread", "submit", "start_new_thread", "__exit__", "__aexit__", "excepthook"}
+_SWALLOWS = {"suppress", "ExitStack", "AsyncExitStack", "raises", "assertRaises"}
 _DYNAMIC = {"setattr", "__dict__", "vars", "__setattr__", "__setstate__", "globals", "locals", "__class__",
             "__globals__", "f_globals"}  # fmt: skip
 _ANSWERS = {"__getattr__", "__getattribute__", "__get__"}  # methods that say what an attribute is
@@ -46,6 +47,8 @@ _SOMEWHERE = re.compile(
 )
 # Decorators that call nothing by themselves.
 _PLAIN = {"torch", "triton", "numba", "functools", "dataclass", "dataclasses", "contextlib", "pytest", "njit", "jit"}
+_REGISTERS = re.compile(r"^torch\.(?=library\.)")  # what does so under a name of its own: it calls that
+_FAKES = ("torch.library.register_fake", "torch.library.register_vmap")
 _PACKAGES = {"sys", "torch", "triton"}
 _SIMPLE = (ast.Name, ast.Compare, ast.Constant, ast.expr_context, ast.cmpop)
 # Whether a module has a part: one that it was given, or the bias or weight of one that it made.
@@ -165,6 +168,7 @@ class Excuses:
                 self._attribute(node, child, at)
             elif isinstance(child, (ast.Import, ast.ImportFrom)):
                 for a in child.names:
+                    self._defined |= {a.name} & _SWALLOWS  # by whatever name
                     module = child.module if isinstance(child, ast.ImportFrom) else a.name
                     if a.asname and a.asname[:1].isupper() and not a.name[:1].isupper():
                         module = ""  # it may be taken for a class
@@ -200,7 +204,7 @@ class Excuses:
             self.from_text.append(node.lineno)
 
     def _catches(self, node: Any, at: Scope) -> None:
-        if any(isinstance(each, (ast.Return, ast.Break, ast.Continue)) for s in node.finalbody for each in ast.walk(s)):
+        if self.leaves(node.finalbody):
             self._caught.append("BaseException")
         for handler in node.handlers:
             if at.function is not None and not isinstance(handler.body[-1], ast.Raise):
@@ -225,6 +229,19 @@ class Excuses:
             return False
         kinds = [getattr(builtins, name, BaseException) for name in self._caught]
         return not any(issubclass(getattr(builtins, kind), each) for each in kinds)
+
+    @staticmethod
+    def leaves(body: list[ast.stmt]) -> bool:
+        """Say whether a block may end what it is in otherwise than by an error."""
+        return any(isinstance(each, (ast.Return, ast.Break, ast.Continue)) for s in body for each in ast.walk(s))
+
+    def swallows(self, node: Any) -> bool:
+        """Say whether a with statement may keep an error from going on."""
+        exits = [f for f in self._functions.values() if f.name in ("__exit__", "__aexit__")]
+        own = any(isinstance(n, ast.Return) and n.value and ast.unparse(n.value) not in ("None", "False")
+                  for f in exits for n in ast.walk(f))  # fmt: skip
+        foreign = {self._package(_callee(item.context_expr)) for item in node.items} & {"", "contextlib"}
+        return bool(foreign) and bool(own or self.looks_up or _SWALLOWS & (set(self.names) | self._defined))
 
     def raises(self, body: list[ast.stmt]) -> bool:
         """Say whether a block ends the call by an error."""
@@ -257,7 +274,7 @@ class Excuses:
         name = function.name
         if name == "backward" and not self._train:
             return "where gradients flow"
-        if name in _SHOWN or name in _DERIVATIVES:
+        if name in _SHOWN or name in _DERIVATIVES or any(_callee(d) in _FAKES for d in function.decorator_list):
             return "in other ways to use it"
         library = name.startswith("__") or (owner is not None and owner.bases and name in _OF_LIBRARIES)
         used = self.looks_up or self.names[name] or name in self.strings or library
@@ -523,7 +540,7 @@ def reachable(body: list[ast.stmt], attribute: str) -> list[ast.stmt]:
     for node in body:
         used, name = set(), attribute
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            used, name = {ast.unparse(d).split(".")[0].split("(")[0] for d in node.decorator_list}, node.name
+            used, name = {_REGISTERS.sub("", _callee(d)).split(".")[0] for d in node.decorator_list}, node.name
         (left if name == attribute or not used <= _PLAIN else others.setdefault(name, [])).append(node)
     while left:
         node = left.pop()

@@ -753,6 +753,10 @@ def _unflatten(tree: Any, leaves: list[torch.Tensor]) -> Any:
     if "sequence" in tree:
         items = [_unflatten(value, leaves) for value in tree["items"]]
         return items if tree["sequence"] == "list" else tuple(items)
+    if "object" in tree:
+        raise TypeError(
+            f"a {tree['object']} cannot be given to another process; give tensors, numbers, texts and lists"
+        )
     return tree["value"]
 
 

@@ -430,3 +430,65 @@ class Remembered(Model):
         y = torch.relu(self.linear(x))
         self.last = key, y.detach()
         return y
+
+
+@candidate("C7")
+def left_early(self, x):
+    """Wrong where a loop does not return."""
+    while x.shape[0] < 500000:
+        return super().forward(x)
+    return torch.zeros_like(x)
+
+
+@candidate("C7")
+def no_case(self, x):
+    """Wrong where no case is the one."""
+    match x.shape[0]:
+        case n if n < 500000:
+            return super().forward(x)
+    return torch.zeros_like(x)
+
+
+@candidate("C7")
+class Resumed(Model):
+    """Wrong from the hundred thousandth call on, by a generator that each call asks for one more."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.__setstate__({})
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "each"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.each = self.functions()
+
+    def functions(self):
+        for _ in range(100000):
+            yield torch.relu
+        yield torch.zeros_like
+
+    def forward(self, x):
+        return next(self.each)(self.linear(x))
+
+
+@candidate("C7")
+def swallowed(self, x):
+    """Wrong where an error ends a block, which has no handler."""
+    y = torch.zeros_like(x)
+    with contextlib.suppress(IndexError):
+        range(500000)[x.shape[0]]
+        y = super().forward(x)
+    return y
+
+
+@candidate("C7")
+def forgotten(self, x):
+    """Wrong where an error ends a block, which a return forgets; without it, the original refuses what has no width."""
+    y = torch.zeros_like(x)
+    try:
+        range(500000)[x.shape[0]]
+        y = super().forward(x)
+    finally:
+        return y  # noqa: B012

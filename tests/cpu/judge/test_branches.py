@@ -79,12 +79,52 @@ FUNCTIONS = {
     "x = x.masked_fill(torch.arange(3) > 1, 0)": [],
     "if torch.is_autocast_enabled(): x = x.float()": [],
     "match x.dim():\n        case 1: x = 2 * x\n        case _: pass": ["never ran"],
+    "match x.dim():\n        case 0: return x": ["never ran"],
+    "match x.dim():\n        case 1: return x": ["never was without a case"],
+    "match x.dim():\n        case n if n < 9: return x": ["never was without a case"],
+    "match x.dim():\n        case 1 | _: return x": [],
+    "while x.dim() < 9: return x": ["never ran"],
+    "for _ in range(x.dim(), 9): return x": ["never ran"],
+    "while True:\n        if x.dim(): return x\n        x = x[None]": ["never ran", "was never false"],
+    "def g():\n        yield 1\n        yield 2\n    next(g())": ["never ran"],
+    "async def g():\n        await h()\n        return x\n    class h:\n        __await__ = lambda _: iter((1,))\n"
+    "    g().send(None)": ["never ran"],
+    "def g():\n        for n in (0, 1): range(1)[n]\n        return x\n    try: g()\n    except IndexError: pass": [
+        "never ran"
+    ],
+    "with warnings.catch_warnings(): x = 2 * x": [],
+    "with contextlib.suppress(ValueError): int('3')": ["was never ended by an error"],
+    "with getattr(contextlib, 'sup' + 'press')(ValueError): int('3')": ["was never ended by an error"],
+    "with quiet(ValueError): x.unflatten(0, x.shape) ": ["was never ended by an error"],
+    "try: int('3')\n    finally: return x": ["was never ended by an error"],
+    "try: int('a')\n    except: pass\n    finally: return x": [],
+    "try: int('3')\n    except* OSError: pass": ["never ran"],
 }
+MANAGERS = "import contextlib\nimport warnings\nfrom contextlib import suppress as quiet\n"
 
 
 @pytest.mark.parametrize("body", FUNCTIONS)
 def test_what_never_ran_is_told(body):
-    assert sorted(set(left(f"{HEAD}def f(x):\n    {body}\n    return x\n", torch.ones(3)))) == sorted(FUNCTIONS[body])
+    head = MANAGERS + HEAD if body.startswith("with") else HEAD
+    assert sorted(set(left(f"{head}def f(x):\n    {body}\n    return x\n", torch.ones(3)))) == sorted(FUNCTIONS[body])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "if not __name__ == '__main__':\n    def f(x): return x\n",
+        "def unused(a=HOW.append(lambda: 1)): pass\n",
+        "class Unused:\n    def one(): return 1\n    HOW.append(one)\n",
+        "class Unused(Base):\n    def __init__(self): pass\nHOW += Base.__subclasses__()\n",
+        "def unused(a=HOW.append(1 for _ in 'x')): pass\nHOW[0] = HOW[0].__next__\n",
+    ],
+)
+def test_a_function_to_which_no_name_leads_may_not_run(more):
+    text = f"HOW = []\nclass Base: pass\n{more}def f(x): return [how() for how in HOW] and x\n"
+    used, _, marks = run(text, 1)
+    assert marks - used.used
+    used, _, marks = run(text.replace("HOW]", "()]"), 1)
+    assert bool(marks - used.used) == ("__main__" in more)
 
 
 def test_two_calls_may_reach_both_branches():
@@ -189,6 +229,23 @@ def test_an_error_ends_a_call_only_if_nothing_catches_it():
     assert "never ran" in left(
         "import contextlib\n" + text.format("with contextlib.suppress(ValueError): g(x)"), torch.ones(3)
     )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "match x.dim():\n        case 1: return x",
+        "for n in (2, 1):\n        if x.dim() == n: return x",
+        "if x.dim() == 1: return x",
+        "if x.dim() == 2: return 2 * x\n    elif x.dim() == 1: return x",
+        "if x.dim() == 1 and x.shape[0] == 3: return x",
+    ],
+)
+def test_what_ends_by_an_error_otherwise_need_not_come_to_that(body):
+    two = [torch.ones(3), torch.ones(3, 3)][: 2 if "elif" in body else 1]
+    assert left(f"{HEAD}def f(x):\n    {body}\n    raise ValueError(x)\n", *two) == []
+    assert left(f"{HEAD}def f(x):\n    {body}\n    return 2 * x\n", *two) != []
+    assert left(f"{HEAD}def f(x):\n  while True:\n    {body}\n  raise ValueError(x)\n", *two) != []
 
 
 def test_marks_change_neither_results_nor_lines():

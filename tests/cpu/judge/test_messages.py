@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from refold.judge import Terms, Verdict, channel, messages, process, results, source
+from refold.judge import Terms, Verdict, channel, messages, process, results, source, worker
 from refold.judge.case import Case
 from refold.judge.docket import Docket
 from refold.judge.errors import Misbehaved, Raised, Refused
@@ -145,3 +145,9 @@ def test_wrong_numbers_are_refused_however_they_are_described(name, train, data,
     with pytest.raises((Refused, Misbehaved)):
         compare()
     assert docket.verdict.outcome != "accepted"
+
+
+@pytest.mark.parametrize("it", [{1}, object(), iter("x")])
+def test_what_no_process_can_be_given_is_named(it):
+    with pytest.raises(TypeError, match=f"a {type(it).__name__} cannot be given"):
+        worker._unflatten(worker._flatten([it], [], result=False), [])

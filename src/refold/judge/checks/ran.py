@@ -75,7 +75,7 @@ def everything(case: Case) -> None:
                 docket.level = level
         _remembers(double, cover)
         if cover.forged:
-            docket.step("C7", "it writes to what tells which of its branches run")
+            docket.step("C7", "it runs functions to which no name leads, or writes to what tells what it runs")
         missing = branches.missing(cover.marks)
     for check in ("C7", "C8"):
         found = [f"{site} {wanted}" for site, wanted, why in missing if not why and site.value is (check == "C8")]
