@@ -210,7 +210,8 @@ class BeforeAutograd:
         by_name = {node.name: node for node in self._graph.nodes}
         new, old = by_name[found.result], by_name[found.site]
         self._named = {aten: node for aten, node in self._every.items() if by_name.get(aten.name) is aten}
-        roots = [(self._named[old], new)] if old in self._named else [(self._named[x], x) for x in self._readers(new)]
+        here = old in self._named and not self._is_written_later(self._named[old])
+        roots = [(self._named[old], new)] if here else [(self._named[x], x) for x in self._readers(new)]
         inputs = self._sources([by_name[name] for name in found.inputs])
         given = [self._named[x] for x in inputs]
         reason = self._reason(given, [root for root, _ in roots]) if self._needs else None
@@ -312,6 +313,10 @@ class BeforeAutograd:
         """List the calls that may write to a node's memory, rather those that are known to write."""
         found = {x for place in self._memory[node] for x in self._writers.get(place, ())}
         return sorted(found, key=lambda x: (not writes(x), self._order[x]))
+
+    def _is_written_later(self, node: Node) -> bool:
+        """Tell whether a node stands before a write to it, so that its value in the traced graph is a later one."""
+        return any(self._order[x] > self._order[node] for x in self._changes(node))
 
     def _are_before(self, changes: list[Node], node: Node, roots: list[Node]) -> bool:
         """Tell whether a node's memory is made in the graph, and written only by known calls before the roots.

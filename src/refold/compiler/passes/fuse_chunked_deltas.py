@@ -29,18 +29,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import accumulate
 from operator import getitem
 
 import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, downstream, is_constant, sort_topologically, upstream
-from ..ir.fx import RESHAPES, SUMS, arg, is_tensor, is_training, value
+from ..ir.fx import RESHAPES, SUMS, arg, is_tensor, is_training, log_of_base, place, value
 from ..ir.operators import RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
 from ..recurrence.delta_tokens import Tokens
 from ..recurrence.duality import FORGETS
+from ..recurrence.scatters import position
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -55,7 +57,10 @@ def fuse_chunked_deltas(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
     """Replace delta rules in chunks: their outputs and their last states."""
     if is_training(graph):
         return
-    cuts = Counter(chunks for node in graph.nodes for *_, chunks in _cuts(node))
+    cuts = Counter(
+        (value(cut.source).shape[cut.axis], cut.length)
+        for node in graph.nodes for cut in _cuts(node) if cut.length and cut.start % cut.length == 0
+    )  # fmt: skip
     for root in list(graph.nodes):
         merged = [(axis, chunks) for axis, chunks in _merges(root) if cuts[chunks] >= len("qkv")]
         if not merged or not wanted(root.name):
@@ -66,48 +71,91 @@ def fuse_chunked_deltas(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
             graph.eliminate_dead_code()
 
 
+Chunks = tuple[int, int]
+"""How many tokens there are, and how many a chunk has; a last one may be shorter."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A node that is one chunk of another, or all of them: of which, on which axis, from where, and how many tokens."""
+
+    source: Node
+    axis: int
+    start: int
+    length: int
+
+    def is_of(self, chunks: Chunks) -> bool:
+        """Tell whether a tensor was cut into these."""
+        whole, length = chunks
+        fits = self.start % length == 0 and self.length == min(length, whole - self.start)
+        return fits and value(self.source).shape[self.axis] == whole
+
+
 def _corrects(node: Node) -> bool:
     """Tell whether an inverse may be computed here: by a solve, or in place, row after row."""
-    return node.target in (aten.linalg_solve_triangular.default, aten.slice_scatter.default)
+    before = node
+    while before.target is aten.slice_scatter.default:
+        before = arg(before, 0)
+    rows = before is not node and not is_constant(before)  # else these are outputs, in a buffer
+    return rows or node.target is aten.linalg_solve_triangular.default
 
 
-def _cuts(node: Node) -> list[tuple[Node, int, tuple[int, int]]]:
-    """List nodes that one cuts, or is a chunk of, with the axis, and how many chunks of which length that makes."""
+def _cuts(node: Node) -> list[_Cut]:
+    """List nodes that one cuts, or is a chunk of."""
     if node.target in RESHAPES:
-        return [(arg(node, 0), axis, chunks) for axis, chunks in _fits(arg(node, 0), node)]
+        return [_Cut(arg(node, 0), axis, 0, length) for axis, (_, length) in _fits(arg(node, 0), node)]
     if node.target is aten.slice.Tensor and arg(node, 4, "step", 1) == 1:
         source, axis, start = arg(node, 0), arg(node, 1, "dim", 0), arg(node, 2, "start") or 0
     elif node.target is getitem and arg(node, 0).target is aten.split.Tensor:
-        source, axis, start = arg(arg(node, 0), 0), arg(arg(node, 0), 2, "dim", 0), 0
+        split = arg(node, 0)
+        source, axis, start = arg(split, 0), arg(split, 2, "dim", 0), arg(node, 1) * arg(split, 1)
     else:
         return []
-    if not all(isinstance(size, int) for size in (*value(source).shape, *value(node).shape, start)):
-        return []
-    whole, length = value(source).shape[axis], value(node).shape[axis]
     axis %= value(source).dim()
-    return [(source, axis, (whole // length, length))] if length and start % length == whole % length == 0 else []
+    sizes = *value(source).shape, *value(node).shape, start
+    start = place(start, value(source).shape[axis]) if all(isinstance(size, int) for size in sizes) else None
+    return [] if start is None or start < 0 else [_Cut(source, axis, start, value(node).shape[axis])]
 
 
-def _merges(node: Node) -> list[tuple[int, tuple[int, int]]]:
-    """List axes that a node may merge of chunks, with how many there are of which length."""
-    if node.target is not aten.cat.default:
-        return _fits(node, arg(node, 0)) if node.target in RESHAPES else []
-    parts, axis = arg(node, 0), arg(node, 1, "dim", 0) % value(node).dim()
-    if not all(isinstance(size, int) for part in parts for size in value(part).shape):
+def _merges(node: Node) -> list[tuple[int, Chunks]]:
+    """List axes that a node may merge of chunks, and these."""
+    if node.target in RESHAPES:
+        return _fits(node, arg(node, 0))
+    if node.target is aten.cat.default:
+        parts, axis = arg(node, 0), arg(node, 1, "dim", 0) % value(node).dim()
+        lengths = [value(part).shape[axis] for part in parts]
+    elif node.target is aten.slice_scatter.default and not any(x.target is node.target for x in node.users):
+        places = _places(node)
+        axis, lengths = places[0][0] if places else 0, [length for _, _, length in places]
+        if [at[:2] for at in places] != [(axis, start) for start in accumulate(lengths[:-1], initial=0)]:
+            return []
+    else:
         return []
-    lengths = {value(part).shape[axis] for part in parts}
-    return [(axis, (len(parts), *lengths))] if len(lengths) == 1 else []  # type: ignore[list-item]
+    whole = value(node).shape[axis]
+    if not lengths or not all(isinstance(size, int) for size in (whole, *lengths)) or sum(lengths) != whole:
+        return []
+    *others, last = lengths
+    return [(axis, (whole, lengths[0]))] if {*others} <= {lengths[0]} and last <= lengths[0] else []
 
 
-def _fits(long: Node, short: Node) -> list[tuple[int, tuple[int, int]]]:
-    """Return axes of ``long`` that may be two neighbouring axes of ``short``, and the sizes of these."""
+def _places(node: Node) -> list[tuple[int, int, int]]:
+    """List where writes to slices of one tensor are, the first one first; none if one is not known."""
+    found = []
+    while node.target is aten.slice_scatter.default:
+        found.append(position(node))
+        node = arg(node, 0)
+    return [at for at in reversed(found) if at is not None] if None not in found else []
+
+
+def _fits(long: Node, short: Node) -> list[tuple[int, Chunks]]:
+    """Return axes of ``long`` that may be two neighbouring axes of ``short``, as chunks."""
     if not (is_tensor(long) and is_tensor(short)):
         return []
     whole, parts = list(value(long).shape), list(value(short).shape)
     if len(parts) != len(whole) + 1 or not all(isinstance(size, int) for size in (*whole, *parts)):
         return []
     return [
-        (axis, (parts[axis], parts[axis + 1])) for axis, size in enumerate(whole)
+        (axis, (size, parts[axis + 1])) for axis, size in enumerate(whole)
         if parts[:axis] == whole[:axis] and parts[axis + 2 :] == whole[axis + 1 :]
         and parts[axis] * parts[axis + 1] == size
     ]  # fmt: skip
@@ -159,6 +207,7 @@ class _Rule:
         r: Factors of what is read; the keys if there are none.
         under: The keys that values are written with; none if they are those of corrections.
         g: The log decay; None where that is no operand.
+        power: What log decays are multiplied by before they are exponents of e.
         fade: What a chunk multiplies states by, if all tokens decay alike; None if there is g, or nothing decays.
         length: How many tokens a chunk has.
         early: Whether a token reads the state before it decays.
@@ -177,6 +226,7 @@ class _Rule:
     r: list[_Operand]
     under: list[_Operand]
     g: _Operand | None
+    power: float
     fade: Node | float | None
     length: int
     early: bool
@@ -194,7 +244,7 @@ class _Region:
         operands: What is cut into chunks like the outputs.
     """
 
-    def __init__(self, root: Node, chunks: tuple[int, int]) -> None:
+    def __init__(self, root: Node, chunks: Chunks) -> None:
         """Walk up from what merges chunks to where as many of the same length were cut."""
         self.root, self.nodes, self.cuts, ahead = root, set[Node](), dict[Node, _Operand](), deque(root.all_input_nodes)
         operands = dict[Node, _Operand]()
@@ -202,12 +252,12 @@ class _Region:
             node = ahead.popleft()
             if node in self.nodes or node in self.cuts or node.op != "call_function":
                 continue
-            if found := [(source, axis) for source, axis, sizes in _cuts(node) if sizes == chunks]:
-                operand = _Operand.of(*found[-1], value(root))
+            if found := [cut for cut in _cuts(node) if cut.is_of(chunks)]:
+                operand = _Operand.of(found[-1].source, found[-1].axis, value(root))
                 self.cuts[node] = operands.setdefault(operand.node, operand)
                 continue
             self.nodes.add(node)
-            ahead.extend(node.all_input_nodes)
+            ahead.extend(node.all_input_nodes[node.target is aten.copy.default :])  # not what is written to
         self.complete = not ahead
         self.operands = list(operands.values())
 
@@ -273,6 +323,11 @@ class _Region:
         products = [x for x, read in self.reached.items() if x.target is aten.mul.Tensor and read == {q.node}]
         return any(isinstance(x, Node) and x not in self.reached for node in products for x in node.args)
 
+    def powers(self, g: _Operand) -> set[float]:
+        """List logarithms of the bases of which powers are taken, with what log decays were multiplied by before."""
+        found = {log_of_base(node) for node, read in self.reached.items() if read == {g.node}} - {None}
+        return {x * _scale(g, self) for x in found or {1.0} if x}
+
     @cached_property
     def together(self) -> set[frozenset[Node]]:
         """Operands on which some node depends, and on no others."""
@@ -294,7 +349,7 @@ class _Region:
         return list(found)
 
 
-def _read(root: Node, time: int, chunks: tuple[int, int]) -> _Rule | None:
+def _read(root: Node, time: int, chunks: Chunks) -> _Rule | None:
     """Read outputs that are merged of chunks; None if they are no delta rule's.
 
     Sums over time are taken of the decay. The inverse is computed of what is read and of keys, and a state is written
@@ -318,17 +373,18 @@ def _read(root: Node, time: int, chunks: tuple[int, int]) -> _Rule | None:
         fade = next((x for x in fades if _has_logarithm(x, states[-1])), None)
         if g is None and not (bool(fades) == (fade is not None) == region.is_weighted(q)):
             return None
+        powers = {1.0} if g is None else region.powers(g)
         others = region.others(fade)
         initial = next(iter(others), None)
         one_by_one = [node for node in states if node.target in SUMS]
         if len(others) > 1 or (initial and value(initial).shape not in [value(node).shape for node in one_by_one]):
             return None
         own, read, beta = (values, [], None) if reads is None else _without_strengths(k, values, reads)
-        if len(narrow) > (reads is not None and beta is None) or (reads is None and early):
+        if len(powers) > 1 or len(narrow) > (reads is not None and beta is None) or (reads is None and early):
             return None
         last = [node for node in one_by_one if node not in region.nodes]
         return _Rule(
-            root, time, last[-1] if last else None, q, k, own, read, under, g, fade, chunks[1], early,
+            root, time, last[-1] if last else None, q, k, own, read, under, g, powers.pop(), fade, chunks[1], early,
             beta or next(iter(narrow), None), reads is not None, initial, _scale(q, region),
         )  # fmt: skip
     return None
@@ -402,7 +458,7 @@ def _has_logarithm(fade: Node | float, state: Node) -> bool:
         return 0 < fade < math.inf
     if not is_tensor(fade) or value(fade).dim() > value(state).dim() or value(fade).shape[-1:] not in ((), (1,)):
         return False
-    return _moved(fade)[-1].target is aten.exp.default
+    return log_of_base(_moved(fade)[-1]) is not None
 
 
 def _moved(x: Node) -> list[Node]:
@@ -416,17 +472,21 @@ def _moved(x: Node) -> list[Node]:
 def _logarithm(build: Builder, fade: Node) -> Node:
     """Emit the logarithm of an exponential that was moved since."""
     *moves, exponential = _moved(fade)
-    x = arg(exponential, 0)
+    x = _times(build, arg(exponential, exponential.target is aten.pow.Scalar), log_of_base(exponential) or 1.0)
     for move in reversed(moves):
         kept = move.target in RESHAPES
         x = build.reshape(x, value(move).shape) if kept else build.call(move.target, x, *move.args[1:], **move.kwargs)
     return x
 
 
+def _times(build: Builder, x: Node, number: float) -> Node:
+    return x if number == 1 else build.call(aten.mul.Tensor, x, number)
+
+
 def _decays(build: Builder, rule: _Rule, k: Node) -> Node | None:
     """Emit the log decays of tokens, as (b, t, h) or (b, t, h, n)."""
     if rule.g is not None:
-        return build.call(aten.clamp_min.default, rule.g.laid(build), FORGETS)
+        return build.call(aten.clamp_min.default, _times(build, rule.g.laid(build), rule.power), FORGETS)
     if rule.fade is None:
         return None
     rows, tokens, heads, n = value(k).shape
@@ -447,7 +507,7 @@ def _readers(part: _Operand, region: _Region) -> set[object]:
     found, stack = set[object](), region.pieces(part)
     while stack:
         for user in stack.pop().users.keys() & region.nodes:
-            if is_view(user) or user.target is _CONVERT:  # copies are views here
+            if _number(user) is not None:  # copies are views here
                 stack.append(user)
             else:
                 found.add(user.target)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.fx import CASTS, arg, value
+from ..ir.fx import CASTS, arg, log_of_base, value
 from ..ir.moves import Cat, Copy, Expand, Flip, Moved, Pad, Permute, Rules, Slice, View, Write, read
 from ..ir.views import is_view
 from .segment_sums import constant_value
@@ -48,9 +48,7 @@ _POSITIVE = (
     aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.relu.default, aten.abs.default, aten.sqrt.default,
     aten.rsqrt.default, aten.softplus.default,
 )  # fmt: skip
-_FADING = (
-    aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.softplus.default, aten.log_sigmoid_forward.default,
-)  # fmt: skip
+_FADING = aten.sigmoid.default, aten.softplus.default, aten.log_sigmoid_forward.default
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
@@ -75,7 +73,7 @@ def fades(x: Any) -> bool:
     if x.op != "call_function":
         return False
     parts = [part for part in x.args if isinstance(part, Node)]
-    if x.target in _FADING or _is_log_sigmoid(x):
+    if x.target in _FADING or log_of_base(x) is not None or _is_log_sigmoid(x):
         return True
     if x.target in _CLAMPS:  # where it is clamped, the derivative is zero
         return len(parts) == 1 and fades(parts[0])
@@ -194,5 +192,5 @@ _RULES: dict[Any, Callable[[Node], Sign]] = {
     aten.where.self: _where,
     aten.log.default: _log,
     aten.log1p.default: _power,
-    aten.pow.Tensor_Scalar: _power,
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.pow.Tensor_Tensor), _power),
 }

@@ -62,6 +62,44 @@ def test_sizes_that_look_alike(rewritten, n, p):
     check(rewritten(fn, *given), 2)
 
 
+def attention(q, k, v, g, *, power=torch.exp, written=False):
+    """Linear attention of (b, h, t, n) in chunks, the last of which may be shorter, with its last state.
+
+    Decays are those of each token (b, h, t), or the same for all tokens (h, 1).
+    """
+    tokens, state = q.shape[2], q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3])
+    position, chunks, out = torch.arange(CHUNK) + 1.0, [], torch.empty_like(v)
+    for start in range(0, tokens, CHUNK):
+        end = min(start + CHUNK, tokens)
+        queries, keys, values = (x[:, :, start:end].contiguous() for x in (q, k, v))
+        total = g * position[: end - start] if g.dim() == 2 else g[:, :, start:end].cumsum(-1)
+        least = total[..., -1:] if g.dim() == 3 else g * (end - start)
+        pairs = (total[..., :, None] - total[..., None, :]).tril()
+        within = (queries @ keys.mT * power(pairs)).tril() @ values
+        y = within + (queries * power(total)[..., None]) @ state
+        state = power(least)[..., None] * state + (keys * power(least - total)[..., None]).mT @ values
+        chunks.append(y)
+        out[:, :, start:end] = y
+    return (out if written else torch.cat(chunks, 2)).transpose(1, 2), state
+
+
+POWERS = {"e": torch.exp, "two": torch.exp2, "other": lambda x: torch.pow(1.5, x)}
+
+
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize(
+    ("power", "tokens", "written"), [("e", 15, True), ("two", 15, False), ("other", 16, False), ("two", 16, True)]
+)
+def test_powers_and_a_shorter_last_chunk(around_loops, each, power, tokens, written):
+    """What decays are powers of is read; a last chunk may be shorter, and outputs be written to a buffer."""
+    q, k, v, g, _ = inputs(tokens)
+    q, k, v, g = (x.transpose(1, 2) for x in (q, k, v, g))
+    given = [q, k, v, g if each else torch.tensor([[-0.3], [-0.1]])]
+    found, error = around_loops(lambda *xs: attention(*xs, power=POWERS[power], written=written), given)
+    assert names(found.rewrites) == ["delta_rule"] * 2
+    assert error < 1e-5
+
+
 def test_strengths_of_what_is_read_alone(rewritten):
     fn, given = called(chunked, inputs(3 * CHUNK), wrong="values")
     check(rewritten(fn, *given), 2)
