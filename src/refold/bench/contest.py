@@ -25,7 +25,7 @@ BOUND = {"bfloat16": 5e-2, "float32": 1e-4}
 WARM = 2
 # A program that takes longer is called a few times only.
 SLOW_MS = 200.0
-# One that takes less is called once before its turn: a slow one leaves the host's caches full of other code.
+# One that takes less is called for so long before its turn: a slow one leaves the host's caches full of other code.
 FAST_MS = 10.0
 # The programs that may refuse a row begin with these.
 OURS = ("refold", "accelerated")
@@ -54,7 +54,8 @@ def times_ms(runs: Mapping[str, Turn], rounds: int, device: torch.device, calls:
 
     def sample(run: Turn, before: Sequence[float]) -> float:
         first = before[WARM] if len(before) > WARM else math.nan
-        if first < FAST_MS:
+        warm = time.perf_counter() + (FAST_MS / 1e3 if first < FAST_MS else 0.0)
+        while time.perf_counter() < warm:
             run()
         if flush is None:
             start = time.perf_counter()
