@@ -85,7 +85,8 @@ def _refuse_meanings(spec: OpSpec, arrays: Sequence[Any]) -> None:
 def framework_of_type(kind: type) -> str | None:
     """Return the framework that a type of arrays belongs to; None if it is no array."""
     if kind not in _FRAMEWORK_OF_TYPE:
-        roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
+        bases = kind.__mro__ if hasattr(kind, "shape") and hasattr(kind, "dtype") else ()
+        roots = [base.__module__.partition(".")[0] for base in bases]
         _FRAMEWORK_OF_TYPE[kind] = next((_FRAMEWORKS[root] for root in roots if root in _FRAMEWORKS), None)
     return _FRAMEWORK_OF_TYPE[kind]
 

@@ -26,6 +26,14 @@ def test_wrong_shape_dtype_and_framework() -> None:
         ops.ssd(**{**arrays(), "C": torch.ones(1, 6, 1, 4).numpy()})
 
 
+@pytest.mark.parametrize("other", [torch.float32, torch.Size([6]), torch.nn.ReLU(), np.dtype("float32")], ids=str)
+def test_what_comes_from_a_framework_and_is_no_array(other: object) -> None:
+    ops.ssd(**arrays())
+    for name in arrays():
+        with pytest.raises(DtypeError, match=rf"ssd: {name} "):
+            ops.ssd(**{**arrays(), name: other})
+
+
 def test_wrong_device() -> None:
     with pytest.raises(DeviceError, match=r"ssd: B is on meta but x is on cpu. Move B"):
         ops.ssd(**{**arrays(), "B": torch.ones(1, 6, 1, 4, device="meta")})
