@@ -168,8 +168,7 @@ class _Lowering:
 
     def _position(self, step: Equation) -> Operand:
         (size,) = self._sizes(step.letters) or [1]
-        options = {"dtype": torch.int64, "device": self.device}
-        node = self.build.call(aten.arange.start_step, 0, size, 1, **options)
+        node = self.build.positions(size, self.device)
         return Operand(self.build.reshape(node, self._sizes(step.letters)), self._all(step.letters))
 
     def _all(self, letters: Sequence[str]) -> list[Axis]:
