@@ -12,7 +12,7 @@ import builtins
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -50,6 +50,7 @@ _PLAIN = {"torch", "triton", "numba", "functools", "dataclass", "dataclasses", "
 _REGISTERS = re.compile(r"^torch\.(?=library\.)")  # what does so under a name of its own: it calls that
 _FAKES = ("torch.library.register_fake", "torch.library.register_vmap")
 _PACKAGES = {"sys", "torch", "triton"}
+_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _SIMPLE = (ast.Name, ast.Compare, ast.Constant, ast.expr_context, ast.cmpop)
 # Whether a module has a part: one that it was given, or the bias or weight of one that it made.
 _ASKED = re.compile(r"self\.(\w+)(?:\.(bias|weight))? is (?:not )?None")
@@ -534,22 +535,44 @@ def _guards(tree: ast.Module) -> set[str]:
 
 
 def reachable(body: list[ast.stmt], attribute: str) -> list[ast.stmt]:
-    """List the statements of a file, without functions and classes to which no name leads from what is called."""
+    """List the statements of a file, without functions and classes to which no name leads from what runs.
+
+    A class may know those that are made of it.
+    """
     left: list[ast.stmt] = []
-    found, others = set[int](), dict[str, list[ast.stmt]]()
+    found, others, made_of = set[int](), dict[str, list[ast.stmt]](), dict[str, set[Any]]()
     for node in body:
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            made_of.setdefault(ast.unparse(base), set()).add(getattr(node, "name", ""))
         used, name = set(), attribute
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(node, _DEFINES):
             used, name = {_REGISTERS.sub("", _callee(d)).split(".")[0] for d in node.decorator_list}, node.name
         (left if name == attribute or not used <= _PLAIN else others.setdefault(name, [])).append(node)
+    for said in {name for node in body for part in _at_once(node) for name in _names(part)} & others.keys():
+        left += others.pop(said)
     while left:
         node = left.pop()
         found.add(id(node))
-        names: set[Any] = {getattr(n, "id", None) or getattr(n, "attr", None) or getattr(n, "value", None)
-                 for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute, ast.Constant))}  # fmt: skip
+        names = _names(node) | made_of.get(getattr(node, "name", ""), set())
         for said in list(others) if _looks_up(node) else names & others.keys():
             left += others.pop(said)
     return [node for node in body if id(node) in found]
+
+
+def _at_once(node: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the parts of a function or class that run where it is defined; nothing of other statements."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield from (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults))
+    elif isinstance(node, ast.ClassDef):
+        yield from (*node.bases, *node.keywords, *node.decorator_list)
+        for each in node.body:
+            yield from _at_once(each) if isinstance(each, _DEFINES) else (each,)
+
+
+def _names(tree: ast.AST) -> set[Any]:
+    """List names and constants that stand in a tree."""
+    return {getattr(n, "id", None) or getattr(n, "attr", None) or getattr(n, "value", None)
+            for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.Attribute, ast.Constant))}  # fmt: skip
 
 
 def _looks_up(tree: ast.AST) -> bool:

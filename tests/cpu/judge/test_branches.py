@@ -115,7 +115,6 @@ def test_what_never_ran_is_told(body):
         "if not __name__ == '__main__':\n    def f(x): return x\n",
         "def unused(a=HOW.append(lambda: 1)): pass\n",
         "class Unused:\n    def one(): return 1\n    HOW.append(one)\n",
-        "class Unused(Base):\n    def __init__(self): pass\nHOW += Base.__subclasses__()\n",
         "def unused(a=HOW.append(1 for _ in 'x')): pass\nHOW[0] = HOW[0].__next__\n",
     ],
 )
@@ -125,6 +124,19 @@ def test_a_function_to_which_no_name_leads_may_not_run(more):
     assert marks - used.used
     used, _, marks = run(text.replace("HOW]", "()]"), 1)
     assert bool(marks - used.used) == ("__main__" in more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "class Used(Base):\n    def __init__(self): pass\nHOW += Base.__subclasses__()\n",
+        "def start(): return 1\nclass Unused:\n    first = start()\n",
+        "def start(): return 1\ndef unused(first=start()): pass\n",
+    ],
+)
+def test_what_a_definition_runs_and_what_a_class_may_know_has_a_name(more):
+    used, _, marks = run(f"HOW = []\nclass Base: pass\n{more}def f(x): return [how() for how in HOW] and x\n", 1)
+    assert not marks - used.used
 
 
 def test_two_calls_may_reach_both_branches():
