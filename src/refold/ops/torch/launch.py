@@ -8,12 +8,8 @@ pointers). So an operator is planned once per signature (`refold.ops.torch.plans
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import Context, ContextVar
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -24,72 +20,14 @@ import triton
 
 from refold.ops.spec import Meta
 from refold.ops.torch import plans, private
+from refold.ops.torch.compiles import compile_together, compiling
 from refold.ops.torch.plans import Planned
-from refold.ops.torch.triton_key import remember
 from refold.versions import UNTESTED, lose, untested
 
 PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
 """Whether kernels may hold PTX: the plain exp2 spends two more instructions per value on denormal results."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
-"""Whether launches only compile."""
-
-
-def compile_together(plan: Callable[..., Any], arrays: Sequence[Any]) -> None:
-    """Compile and load the kernels that ``plan`` launches for ``arrays``, in threads, and launch none.
-
-    Triton frees the interpreter's lock in its passes, in LLVM and in ptxas. The plan runs once, and its results, which
-    nothing has written, are dropped. A kernel that fails to compile, or to load, does so once more at its launch, which
-    raises. Without `triton.AsyncCompileMode`, nothing happens.
-    """
-    mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None:
-        return
-
-    def run() -> None:
-        _compiling.set(True)
-        with (
-            _no_collection(), _Threads(min(10, os.cpu_count() or 1), "refold") as threads,
-            mode(threads, ignore_errors=True),
-        ):  # fmt: skip
-            plan(*arrays)
-
-    Context().run(run)  # so that this mode and one of the caller do not see each other
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Rest the collector of garbage: if it lets another thread in while Python 3.11 makes an `ast`, both fail."""
-    rests = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if rests:
-            gc.enable()
-
-
-class _Threads(ThreadPoolExecutor):
-    """Threads that load what they compile, on the device of the thread that made them.
-
-    Triton 3.6 has a C compiler write the launch of each kernel, for 0.3 seconds.
-    """
-
-    def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-        def loaded() -> Any:
-            if device is not None:
-                torch.cuda.set_device(device)
-            kernel = compile()
-            # Triton loads a kernel when this is read. If that fails, the kernel is not fit for use, and not returned.
-            getattr(kernel, "run", None)
-            return kernel
-
-        return super().submit(loaded)
 
 
 @cache
@@ -175,7 +113,7 @@ class Launch:
                 self._through_triton(args)
 
     def _through_triton(self, args: tuple[Any, ...]) -> None:
-        if _compiling.get():
+        if compiling.get():
             self.kernel.warmup(*args, grid=self.grid, **self.consts, **self.options)
             return
         compiled = self.kernel[self.grid](*args, **self.consts, **self.options)
@@ -233,7 +171,6 @@ class LaunchPlanned(Planned):
 
 
 planned = partial(plans.planned, kind=LaunchPlanned)
-remember()
 
 
 def current_stream(device: torch.device) -> int:
