@@ -19,7 +19,7 @@ from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
 from .options import Options
 from .passes.reroll_loops import STAYS
-from .record import Judgements, Record
+from .record import Judge, Record
 from .recurrence.vectorize import NotALoop
 from .validate.region import Judgement
 
@@ -33,7 +33,7 @@ class EarlyRewrites:
         options: How it is compiled.
         mode: ``training`` or ``inference``.
         record: Which rewrites are wanted; those that are made are written there.
-        judgements: What is found out of them; of no use if all are made without a verdict.
+        judge: Judges rewrites.
         notes: What is to be told, which grows.
         gradients: Whether gradients may be taken of scans; so in training unless given.
 
@@ -46,11 +46,11 @@ class EarlyRewrites:
 
     def __init__(
         self, gm: GraphModule, inputs: Sequence[Any], options: Options, mode: str, record: Record,
-        judgements: Judgements | None, notes: list[str], gradients: bool | None = None,
+        judge: Judge, notes: list[str], gradients: bool | None = None,
     ) -> None:  # fmt: skip
         self.gm, self.operations_saved, self.checks_s, self.loops = gm, 0, 0.0, list[str]()
         self._inputs, self._options, self._training = inputs, options, mode == "training"
-        self._record, self._judgements, self._notes = record, judgements, notes
+        self._record, self._judge, self._notes = record, judge, notes
         self._gradients = self._training if gradients is None else gradients
         # Why loops stay, by the parts of the graph that they are in and their names.
         self._stay: dict[tuple[tuple[str, ...], str], str] = {}
@@ -116,7 +116,7 @@ class EarlyRewrites:
                 found = find_scan(part, call, dual)
             self._options.choose.tune(found.rewrite.candidate.graph)
             start = time.perf_counter()
-            verdict = None if self._record.unjudged else self._judged(found.rewrite, path)
+            verdict = self._judged(found.rewrite, path)
             self.checks_s += time.perf_counter() - start
             row = self._record.note(key, found.rewrite, verdict)
             if row.status != "refused":
@@ -144,7 +144,7 @@ class EarlyRewrites:
                 rows = []
                 start = time.perf_counter()
                 for rewrite in found.rewrites:
-                    verdict = None if self._record.unjudged else self._judged(rewrite, path)
+                    verdict = self._judged(rewrite, path)
                     rows.append(self._record.note(key + rewrite.site, rewrite, verdict))
                 self.checks_s += time.perf_counter() - start
                 if any(row.status == "refused" for row in rows):
@@ -162,10 +162,9 @@ class EarlyRewrites:
     def _wants(self, key: str, site: str) -> bool:
         return self._record.wants(key + site)
 
-    def _judged(self, rewrite: Rewrite, path: tuple[str, ...]) -> Judgement:
+    def _judged(self, rewrite: Rewrite, path: tuple[str, ...]) -> Judgement | None:
         """Judge a rewrite of Dynamo's graph, or of a part of it, on the values that it gets from the user's inputs."""
-        assert self._judgements is not None
-        return self._judgements.of(rewrite, lambda: self._values(rewrite.inputs, path))
+        return self._judge(rewrite, lambda: self._values(rewrite.inputs, path))
 
     def _values(self, names: Sequence[str], path: tuple[str, ...]) -> list[Any]:
         """Return the values of nodes of Dynamo's graph, or of a part of it that is checkpointed."""

@@ -15,6 +15,13 @@ from .ir.source import operator_calls
 from .options import Options
 from .validate.region import Judgement, undisturbed_rng, validate_region
 
+Judge = Callable[[Rewrite, Callable[[], Sequence[Any] | None]], Judgement | None]
+"""Judges a rewrite, whose inputs the second argument gives (None if they could not be had)."""
+
+
+def no_verdict(*_: Any) -> None:
+    """Judge nothing: rewrites are made as they are found."""
+
 
 class Misfit(Exception):
     """A decision does not fit the program that it is to be executed on; the message says where."""

@@ -40,7 +40,7 @@ from .options import Options
 from .passes.reroll_loops import STAYS
 from .pipeline import run as run_pipeline
 from .private import TraceAgain
-from .record import Decided, Judgements, Record, row_of
+from .record import Decided, Judgements, Record, no_verdict, row_of
 from .recurrence.serial_chains import unrolled_operations
 from .refusals import refused
 from .validate.program import Outcome, Rewritten, Rival, choose_program, compared, left_eager
@@ -225,7 +225,8 @@ class GraphCompile:
 
     def rewrite_before_autograd(self) -> Cost:
         """Replace what is rewritten before autograd; return what that saves."""
-        early = EarlyRewrites(self.gm, self.inputs, self.options, self.mode, self.record, self.judgements, self.notes)
+        judge = no_verdict if self.record.unjudged else self.judgements.of
+        early = EarlyRewrites(self.gm, self.inputs, self.options, self.mode, self.record, judge, self.notes)
         saved = early.rewrite()
         self.gm, self.operations_saved = early.gm, early.operations_saved
         self.checks_s += early.checks_s
@@ -348,7 +349,7 @@ def describe_captured(gm: GraphModule, report: GraphReport) -> tuple[GraphModule
     notes, unjudged = list(report.notes), Options(verify="off", accept="always")
     record = Record(unjudged, None)
     gm = duplicate(define_scans(scans_as_loops(gm, notes), everywhere=True))
-    early = EarlyRewrites(gm, (), unjudged, report.mode, record, None, notes, torch.is_grad_enabled())
+    early = EarlyRewrites(gm, (), unjudged, report.mode, record, no_verdict, notes, torch.is_grad_enabled())
     early.rewrite()
     rows = tuple(replace(row, key="", status="found") for row in record.applied)
     return early.gm, replace(

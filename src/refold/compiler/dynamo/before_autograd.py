@@ -302,10 +302,11 @@ class BeforeAutograd:
 
     def _is_detached(self, node: Node) -> bool:
         """Tell whether a value has no gradient, although what it is computed of has one."""
-        values = tree_leaves([x.meta.get("example_value") for x in (node, *_target(node))])
-        floats = any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in values)
         asked = {x for x in node.all_input_nodes if self._needs.get(x)}
-        if self._needs.get(node) or not asked or not floats:
+        if self._needs.get(node) or not asked:
+            return False
+        values = tree_leaves([x.meta.get("example_value") for x in (node, *_target(node))])
+        if not any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in values):
             return False
         return (ran := run_alone(node)) is None or not asked.isdisjoint(ran[2])
 

@@ -42,7 +42,7 @@ from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
 from ..recurrence.delta_tokens import Tokens
 from ..recurrence.duality import FORGETS
-from ..recurrence.scatters import position
+from ..recurrence.scatters import position, slice_writes
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -93,10 +93,8 @@ class _Cut:
 
 def _corrects(node: Node) -> bool:
     """Tell whether an inverse may be computed here: by a solve, or in place, row after row."""
-    before = node
-    while before.target is aten.slice_scatter.default:
-        before = arg(before, 0)
-    rows = before is not node and not is_constant(before)  # else these are outputs, in a buffer
+    writes = slice_writes(node)
+    rows = bool(writes) and not is_constant(arg(writes[0], 0))  # else these are outputs, in a buffer
     return rows or node.target is aten.linalg_solve_triangular.default
 
 
@@ -125,9 +123,9 @@ def _merges(node: Node) -> list[tuple[int, Chunks]]:
         parts, axis = arg(node, 0), arg(node, 1, "dim", 0) % value(node).dim()
         lengths = [value(part).shape[axis] for part in parts]
     elif node.target is aten.slice_scatter.default and not any(x.target is node.target for x in node.users):
-        places = _places(node)
-        axis, lengths = places[0][0] if places else 0, [length for _, _, length in places]
-        if [at[:2] for at in places] != [(axis, start) for start in accumulate(lengths[:-1], initial=0)]:
+        places = [position(write) for write in slice_writes(node)]
+        axis, lengths = places[0][0] if places[0] else 0, [at[2] for at in places if at]
+        if [at and at[:2] for at in places] != [(axis, start) for start in accumulate(lengths[:-1], initial=0)]:
             return []
     else:
         return []
@@ -136,15 +134,6 @@ def _merges(node: Node) -> list[tuple[int, Chunks]]:
         return []
     *others, last = lengths
     return [(axis, (whole, lengths[0]))] if {*others} <= {lengths[0]} and last <= lengths[0] else []
-
-
-def _places(node: Node) -> list[tuple[int, int, int]]:
-    """List where writes to slices of one tensor are, the first one first; none if one is not known."""
-    found = []
-    while node.target is aten.slice_scatter.default:
-        found.append(position(node))
-        node = arg(node, 0)
-    return [at for at in reversed(found) if at is not None] if None not in found else []
 
 
 def _fits(long: Node, short: Node) -> list[tuple[int, Chunks]]:

@@ -43,6 +43,15 @@ def position(scatter: Any) -> tuple[int, int, int] | None:
     return dim, start, width
 
 
+def slice_writes(node: Any) -> list[Node]:
+    """List the writes to slices of one tensor of which a node is the last, the first one first."""
+    found = []
+    while node.target is aten.slice_scatter.default:
+        found.append(node)
+        node = node.args[0]
+    return found[::-1]
+
+
 @dataclass
 class _Written:
     """A tensor and the positions of one axis that a chain of writes has replaced in it."""
