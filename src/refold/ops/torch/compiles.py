@@ -9,7 +9,7 @@ from contextlib import suppress
 from contextvars import Context, ContextVar
 from functools import partial
 from inspect import getclosurevars
-from threading import Lock
+from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,21 +67,21 @@ class _Compiles(Executor):
     def run(self) -> None:
         """Compile what was submitted."""
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        workers = min(20, os.cpu_count() or 1)
-        try:
+        with suppress(AttributeError):
             self.waiting.sort(key=lambda one: -_length(one[0].fn))
-            for source, *_ in self.waiting:
-                source.make_ir = partial(_alone, source.make_ir)
-        except AttributeError:  # another Triton, which may read several at once
-            workers = 1
-        with ThreadPoolExecutor(workers, "refold") as threads:
+        with ThreadPoolExecutor(min(20, os.cpu_count() or 1), "refold") as threads:
             for source, compile, future in self.waiting:
-                threads.submit(_load, compile, future, device)
+                reads = Event()
+                with suppress(AttributeError):  # of another Triton; the next kernel waits for this one's end then
+                    source.make_ir = partial(_alone, reads, source.make_ir)
+                threads.submit(_load, compile, future, device, reads)
                 threads.submit(_write_launch, source)
+                reads.wait()
 
 
-def _alone(read: Callable[..., Any], *args: Any) -> Any:
+def _alone(begins: Event, read: Callable[..., Any], *args: Any) -> Any:
     with _reads:
+        begins.set()
         return read(*args)
 
 
@@ -92,7 +92,7 @@ def _length(kernel: Any, within: tuple[Any, ...] = ()) -> int:
     return len(kernel.src) + sum(_length(f, within) for f in called if hasattr(f, "src") and f not in within)
 
 
-def _load(compile: Callable[[], Any], future: Future[Any], device: int | None) -> None:
+def _load(compile: Callable[[], Any], future: Future[Any], device: int | None, reads: Event) -> None:
     try:
         if device is not None:
             torch.cuda.set_device(device)
@@ -102,6 +102,8 @@ def _load(compile: Callable[[], Any], future: Future[Any], device: int | None) -
         future.set_result(kernel)
     except Exception as error:
         future.set_exception(error)
+    finally:
+        reads.set()  # which it may have had no need to
 
 
 def _write_launch(source: Any) -> None:
