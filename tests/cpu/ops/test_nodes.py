@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._library.fake_impl import FakeImplHolder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -97,6 +98,22 @@ def test_tensors_without_memory(grad: bool) -> None:
         with FakeTensorMode() as mode:
             assert DOUBLE(mode.from_tensor(torch.ones(2))).shape == (2,)
     assert CALLS == []
+
+
+def test_shapes_are_registered_by_pytorch_if_its_private_names_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, calls = FakeImplHolder.register, list[str]()
+
+    def other(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(args[1])
+        if len(calls) == 1:
+            raise TypeError("another signature")
+        return own(self, *args, **options)
+
+    monkeypatch.setattr(FakeImplHolder, "register", other)
+    node = define("another_node_of_tests", "(Tensor x) -> Tensor", _double, torch.empty_like)
+    with FakeTensorMode() as mode:
+        assert node(mode.from_tensor(torch.ones(2))).shape == (2,)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("grad", [False, True])

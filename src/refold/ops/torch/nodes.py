@@ -37,7 +37,7 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, strides))
     _FUNCTIONS[name] = apart_from_autocast(run)
     _LIBRARY.impl(name, _FUNCTIONS[name], "CompositeExplicitAutograd")
-    torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
+    private.register_fake(_LIBRARY, f"refold::{name}", fake)
     node = getattr(torch.ops.refold, name).default
     if "!" not in schema:
         node.at_once = _at_once(node, _FUNCTIONS[name])

@@ -7,6 +7,7 @@ so once, by a `RefoldWarning`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,17 +106,29 @@ def _find_gradient() -> Callable[..., Callable[..., Any]] | None:
         others &= ~bits
 
     def gradient(op: Any, run: Callable[..., Any], backward: Any, setup: Any) -> Callable[..., Any]:
-        full = make_autograd_impl(op, Info(backward, setup))
+        full = cache(lambda: make_autograd_impl(op, Info(backward, setup)))  # 2 ms, for which most never ask
 
         def kernel(keys: Any, *args: Any) -> Any:
             # The dispatcher would come back with the same arguments to run the function.
             if torch.is_grad_enabled() or keys.raw_repr() & others:
-                return full(keys, *args)
+                return full()(keys, *args)
             return run(*args)
 
         return kernel
 
     return gradient
+
+
+def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
+    """Register what gives the shapes of a node's results.
+
+    ``torch.library.register_fake`` also looks for the caller's file among those of all modules, for 0.05 seconds.
+    """
+    try:
+        holder = torch._library.simple_registry.singleton.find(name).fake_impl
+        library._registration_handles.append(holder.register(fake, __name__, lib=library))
+    except (AttributeError, TypeError):
+        torch.library.register_fake(name, fake, lib=library)
 
 
 def schema(op: Any) -> Any:
