@@ -374,8 +374,10 @@ class _Marker(_Blocks):
     def _test(self, node: Any, alone: bool = True, free: bool = False) -> tuple[Any, Callable[[bool, Marks], str]]:
         """Mark the parts of a condition; also return what tells why it never was true, or false.
 
-        A condition that stands alone is told by its blocks; of one that is free, only what is in its parts is marked.
+        A condition that stands alone is told by its blocks; of one that is free, only what is in its parts is marked,
+        if those that may be left out only ask.
         """
+        free &= self._facts.only_asks(getattr(node, "values", getattr(node, "comparators", []))[1:])
         if isinstance(node, ast.BoolOp):
             parts = [self._test(value, False, free) for value in node.values]
             strict = isinstance(node.op, ast.And)  # then one part that is false is enough
@@ -428,6 +430,8 @@ class _Marker(_Blocks):
         if not isinstance(node.ctx, ast.Load):
             return self.generic_visit(node)
         self._mention(node.attr)
+        if ast.unparse(node).startswith("torch.backends."):  # which may be kept to be set back
+            return self._asked(node)
         return self._value(node, lambda node: self._kept(ast.unparse(node), self._asked(node)))
 
     def visit_Name(self, node: ast.Name) -> Any:
@@ -569,7 +573,8 @@ class _Marker(_Blocks):
         if self._facts.is_kernel(node):
             self.unseen.append(node.lineno)
             return node
-        why, at = self._facts.uncalled(node, self._at.owner), self._at._replace(function=node)
+        why = self._facts.uncalled(node, self._at.owner)
+        at = self._at._replace(function=self._facts.functions[node.lineno])
         node.decorator_list, node.args = [self.visit(d) for d in node.decorator_list], self.visit(node.args)
         node.body = self._within(at, partial(self._anew, excuse=lambda _: why, name=node.name), node.body)
         return node
@@ -589,7 +594,7 @@ class _Barred(ast.NodeTransformer):
     def visit_FunctionDef(self, node: Any) -> Any:
         self.generic_visit(node)
         if not self._facts.is_kernel(node):
-            node.body.insert(0, ast.copy_location(ast.Expr(self._mark()), node))
+            node.body.insert(ast.get_docstring(node) is not None, ast.copy_location(ast.Expr(self._mark()), node))
         return node
 
     visit_AsyncFunctionDef = visit_FunctionDef

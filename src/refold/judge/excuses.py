@@ -12,13 +12,16 @@ import builtins
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from .program import DEFINES
+
 _ERRORS = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "AssertionError"}
-_CATCHERS = {"suppress", "ExitStack", "Thread", "submit", "start_new_thread", "__exit__", "__aexit__", "excepthook"}
+_CATCHERS = {"suppress", "ExitStack", "Thread", "submit", "start_new_thread", "__exit__", "__aexit__", "excepthook",
+             "weakref", "asyncio", "CFUNCTYPE", "PYFUNCTYPE", "callbacks", "then", "add_done_callback"}  # fmt: skip
 _SWALLOWS = {"suppress", "ExitStack", "AsyncExitStack", "raises", "assertRaises"}
 _DYNAMIC = {"setattr", "__dict__", "vars", "__setattr__", "__setstate__", "globals", "locals", "__class__",
             "__globals__", "f_globals"}  # fmt: skip
@@ -34,6 +37,7 @@ _ASKS = {"item", "min", "max", "mean", "std", "norm", "abs", "sum", "tolist", "s
          "len"}  # fmt: skip
 _SAYS = {"str", "repr", "format", "join", "tuple", "list", "sorted", "set", "zip", "isinstance", "keys", "items",
          "stride", "numel", "is_contiguous"}  # fmt: skip
+_LOGS = {"debug", "info", "warn", "warning", "error", "exception", "critical", "log"}
 _SHOWN = {"extra_repr", "__repr__", "__str__"}
 _DERIVATIVES = {"jvp", "vmap", "vjp", "symbolic"}
 _PLACE = r"(torch\.\w+|torch\.device\('\w+'\)|[\w.]+\.(dtype|device)|'\w+'|[A-Z_]+)"
@@ -41,7 +45,7 @@ _SOMEWHERE = re.compile(
     r"[\w.]+\.is_(cuda|cpu|meta|floating_point|complex)(\(\))?|torch\.is_(floating_point|complex)\([\w.]+\)"
     r"|torch\.[\w.]+\.(is_available|device_count|get_device_capability)\([\w.]*\)( [<>=!]+ [\d(), ]+)?"
     rf"|[\w.]+\.(device|device\.type|dtype|dtype\.itemsize) (==|!=|is|is not|in|not in|<|>) "
-    rf"(\d+|{_PLACE}|[([{{]({_PLACE}(, )?)*[)\]}}])"
+    rf"(\d+|{_PLACE}|[([{{]{_PLACE}(, {_PLACE})*,?[)\]}}])"
     r"|torch\.is_autocast_enabled\(('cuda')?\)"
     r"|(sys|torch|triton)\.(__version__|version_info|platform) \S+ ('[^']*'|\(?[\d, ]+\)?)"
 )
@@ -50,7 +54,7 @@ _PLAIN = {"torch", "triton", "numba", "functools", "dataclass", "dataclasses", "
 _REGISTERS = re.compile(r"^torch\.(?=library\.)")  # what does so under a name of its own: it calls that
 _FAKES = ("torch.library.register_fake", "torch.library.register_vmap")
 _PACKAGES = {"sys", "torch", "triton"}
-_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_CHANGES = (ast.AugAssign, ast.NamedExpr, ast.Delete, ast.Yield, ast.YieldFrom, ast.Await)
 _SIMPLE = (ast.Name, ast.Compare, ast.Constant, ast.expr_context, ast.cmpop)
 # Whether a module has a part: one that it was given, or the bias or weight of one that it made.
 _ASKED = re.compile(r"self\.(\w+)(?:\.(bias|weight))? is (?:not )?None")
@@ -112,28 +116,30 @@ class Excuses:
     def __init__(self, tree: ast.Module, attribute: str, given: int, train: bool):
         self.attribute, self._given, self._train = attribute, given, train
         self.names: Counter[str] = Counter()  # that are read or set
+        self._reached: Counter[str] = Counter()  # as attributes, or where they stand in the body of a class
         self._bound: Counter[str] = Counter()
         self._made: set[str] = set()  # names that are bound by something else than an import
         self.strings: Counter[str] = Counter()
         self._variables: Counter[str] = Counter()  # of the environment that are read
         self._defined: set[str] = set()
         self._stored: dict[str, list[Stored]] = {}
+        self._later: set[str] = set()  # what is stored otherwise than by an object that is made, in itself
         self._calls: dict[str, list[Call]] = {}
         self._short: dict[str, ast.expr | None] = {}  # what functions of one line return
         self._classes: dict[str, ast.ClassDef] = {}
         self._imported: dict[str, str] = {}
-        self._functions: dict[int, Function] = {}  # by their lines; those that are marked change
+        self.functions: dict[int, Function] = {}  # by their lines, as they are before marks are put in
         self._known: dict[tuple[Any, ...], Any] = {}  # what was asked before
         self._body = tree.body
         self._arguments: set[str] = set()  # names of arguments, of errors and in cases
-        self._members: set[str] = set()  # what bodies of classes define
+        self._members: dict[str, set[str]] = {}  # what bodies of classes define, and which do
         self._caught: list[str] = []
         self.from_text: list[int] = []
         self.opaque: list[int] = []
         self._walk(tree, _ANYWHERE)
         self._available = self._optional_packages(tree)
         self._has_os = self._imported.get("os") == "os"
-        self._dynamic = bool(_DYNAMIC & set(self.names) or _ANSWERS & self._members)
+        self._dynamic = bool(_DYNAMIC & set(self.names) or _ANSWERS & self._members.keys())
         self.looks_up = _looks_up(tree)
         self._guards, self._conditions = _guards(tree), _conditions(tree)
 
@@ -142,12 +148,12 @@ class Excuses:
             inner = at
             if isinstance(child, (ast.arg, ast.ExceptHandler, ast.pattern)):
                 self._arguments |= {str(vars(child).get(name)) for name in ("arg", "name", "rest")}
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                self._functions[child.lineno] = child
+            if isinstance(child, DEFINES[:2]):
+                self.functions[child.lineno] = child
                 inner = at._replace(function=child)
                 self._defined.add(child.name)
                 self.from_text += [child.lineno] * (child.name == "__del__")
-                self._members |= {child.name} if at.owner is not None else set()
+                self._member(child.name, at)
                 self._bound[child.name] += 1
                 if isinstance(node, ast.Module) and isinstance(child.body[0], ast.Return):
                     self._short[child.name] = child.body[0].value
@@ -159,18 +165,20 @@ class Excuses:
                 self._bind(child.name)
             elif isinstance(child, ast.Name):
                 self.names[child.id] += 1
+                self._reached[child.id] += at.function is None
                 if not isinstance(child.ctx, ast.Load):
                     self._bind(child.id)
                     said = isinstance(node, ast.AnnAssign) and node.value is None  # and not defined
-                    self._members |= {child.id} if at.owner is not None and at.function is None and not said else set()
+                    if at.function is None and not said:
+                        self._member(child.id, at)
                 if child.id in _TEXTS:
                     self.from_text.append(child.lineno)
             elif isinstance(child, ast.Attribute):
                 self._attribute(node, child, at)
             elif isinstance(child, (ast.Import, ast.ImportFrom)):
                 for a in child.names:
-                    self._defined |= {a.name} & _SWALLOWS  # by whatever name
                     module = child.module if isinstance(child, ast.ImportFrom) else a.name
+                    self._defined |= {a.name, str(module)} & (_SWALLOWS | _CATCHERS)  # by whatever name
                     if a.asname and a.asname[:1].isupper() and not a.name[:1].isupper():
                         module = ""  # it may be taken for a class
                     self._bind((a.asname or a.name).split(".")[0], str(module))
@@ -188,6 +196,10 @@ class Excuses:
                 self._catches(child, at)
             self._walk(child, inner)
 
+    def _member(self, name: str, at: Scope) -> None:
+        if at.owner is not None:
+            self._members.setdefault(name, set()).add(at.owner.name)
+
     def _bind(self, name: str, module: str = "") -> None:
         self._bound[name] += 1
         self._made |= set() if module else {name}
@@ -196,11 +208,14 @@ class Excuses:
 
     def _attribute(self, parent: ast.AST, node: ast.Attribute, at: Scope) -> None:
         self.names[node.attr] += 1
+        self._reached[node.attr] += 1
         if not isinstance(node.ctx, ast.Load):
             self.from_text += [node.lineno] * (node.attr == "__del__")
             self._defined.add(node.attr)
             value = parent.value if isinstance(parent, ast.Assign) and node in parent.targets else None
             self._stored.setdefault(node.attr, []).append((value, at))
+            own = _is_made_in(at) and ast.unparse(node.value) == next(iter(_arguments(at.function)), "") == "self"
+            self._later |= set() if own else {node.attr}
         if node.attr in _TEXTS and ast.unparse(node.value) in ("builtins", "__builtins__", "types", "torch.jit"):
             self.from_text.append(node.lineno)
 
@@ -226,7 +241,7 @@ class Excuses:
 
     def ends(self, kind: str) -> bool:
         """Say whether an error of a kind ends the call, whatever raises it."""
-        if kind not in _ERRORS or _CATCHERS & (set(self.names) | self._defined):
+        if kind not in _ERRORS or self._bound[kind] or _CATCHERS & (set(self.names) | self._defined):
             return False
         kinds = [getattr(builtins, name, BaseException) for name in self._caught]
         return not any(issubclass(getattr(builtins, kind), each) for each in kinds)
@@ -238,32 +253,50 @@ class Excuses:
 
     def swallows(self, node: Any) -> bool:
         """Say whether a with statement may keep an error from going on."""
-        exits = [f for f in self._functions.values() if f.name in ("__exit__", "__aexit__")]
+        exits = [f for f in self.functions.values() if f.name in ("__exit__", "__aexit__")]
         own = any(isinstance(n, ast.Return) and n.value and ast.unparse(n.value) not in ("None", "False")
                   for f in exits for n in ast.walk(f))  # fmt: skip
         foreign = {self._package(_callee(item.context_expr)) for item in node.items} & {"", "contextlib"}
         return bool(foreign) and bool(own or self.looks_up or _SWALLOWS & (set(self.names) | self._defined))
 
     def raises(self, body: list[ast.stmt]) -> bool:
-        """Say whether a block ends the call by an error."""
+        """Say whether a block ends the call by an error, and does nothing else."""
         last = body[-1] if body else None
         if not isinstance(last, ast.Raise) or last.exc is None:
             return False
-        kind = _callee(last.exc)
-        called = {_callee(n).rpartition(".")[2] for s in body for n in ast.walk(s) if isinstance(n, ast.Call)}
-        return self.ends(kind) and called <= {kind} | _ASKS | _SAYS and not (called & _SAYS) & self._defined
+        made = [last.exc.func] if isinstance(last.exc, ast.Call) else []
+        return self.ends(_callee(last.exc)) and self.only_asks(body, made)
 
     def tells(self, body: list[ast.stmt]) -> bool:
-        """Say whether a block only prints, or warns of, what it asks tensors."""
-        set_too = self._bound["print"] or self.names["print"] != len(self._calls.get("print", []))
-        if not body or set_too or self.names["builtins"] or self._dynamic or self.looks_up:
+        """Say whether a block only prints, logs, or warns of, what it asks tensors."""
+        calls = [s.value for s in body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+        if not body or len(calls) < len(body) or self._dynamic or self.looks_up:
             return False
-        inner = [n for statement in body for n in ast.walk(statement)]
-        calls = [n for n in inner if isinstance(n, ast.Call)]
-        own = {id(s.value) for s in body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)}
-        said = all(_callee(c) in ("print", "warnings.warn") for c in calls if id(c) in own)
-        asked = all(_callee(c).rpartition(".")[2] in _ASKS for c in calls if id(c) not in own)
-        return len(own) == len(body) and said and asked and not any(isinstance(n, ast.NamedExpr) for n in inner)
+        return all(map(self._says, calls)) and self.only_asks(body, [call.func for call in calls])
+
+    def _says(self, call: ast.Call) -> bool:
+        """Say whether a call prints, logs or warns, by functions of Python."""
+        owner, _, name = _callee(call).rpartition(".")
+        if not owner or name in self._defined:
+            return name == "print" and not self._bound[name] and not self.names["builtins"]
+        logger = f"{owner} = logging.getLogger("
+        made = any(ast.unparse(n).startswith(logger) for n in self._body) and self._bound[owner] == 1
+        module = self._package("logging" if made else owner)
+        return name in _LOGS and module in ("logging", "warnings")
+
+    def only_asks(self, nodes: Iterable[ast.AST], others: Iterable[ast.AST] = ()) -> bool:
+        """Say whether all that these do, but for other functions that they call, is to ask: nothing is changed."""
+        known = set(map(id, others))
+        return all(self._asks(n) or id(getattr(n, "func", n)) in known for node in nodes for n in ast.walk(node))
+
+    def _asks(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Call):
+            owner, _, name = _callee(node).rpartition(".")
+            into = any(k.arg in (None, "out") for k in node.keywords)
+            own = name in self._defined or (not owner and self._bound[name])
+            return name in _ASKS | _SAYS and not own and not into
+        stored = isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load)
+        return not stored and not isinstance(node, _CHANGES)
 
     def is_kernel(self, function: Function) -> bool:
         """Say whether a function is compiled to something else than Python."""
@@ -277,8 +310,11 @@ class Excuses:
             return "where gradients flow"
         if name in _SHOWN or name in _DERIVATIVES or any(_callee(d) in _FAKES for d in function.decorator_list):
             return "in other ways to use it"
+        empty = all(isinstance(s, (ast.Pass, ast.Expr)) for s in function.body) and self.only_asks(function.body)
+        if empty and not self.looks_up and any(_callee(d).endswith("abstractmethod") for d in function.decorator_list):
+            return "unused"
         library = name.startswith("__") or (owner is not None and owner.bases and name in _OF_LIBRARIES)
-        used = self.looks_up or self.names[name] or name in self.strings or library
+        used = self.looks_up or self._reached[name] or name in self.strings or library
         if owner is None or (used and not self._overridden(function, owner)):
             return ""
         return "where others call it" if owner.name == self.attribute else "unused"
@@ -307,6 +343,8 @@ class Excuses:
         named = {n.id for n in ast.walk(leaf) if isinstance(n, ast.Name)}
         if _TRAINING.fullmatch(said):
             return "in another mode of the modules"
+        if said.endswith("TYPE_CHECKING") and self._package(said) == "typing":
+            return "for type checkers"
         every = self.asked(leaf, at)
         if all(_SOMEWHERE.fullmatch(ast.unparse(each)) for each in every) and not _PACKAGES & named & self._made:
             return "on other devices, for other dtypes or with other versions"
@@ -320,7 +358,7 @@ class Excuses:
     def _bindings(self, function: Function, name: str, leaf: ast.expr) -> list[ast.expr | None]:
         """List what a function may have set a name to before it comes to an expression; None if not plainly."""
         at, row = (leaf.lineno, leaf.col_offset), leaf.lineno
-        found = {} if function is None else _values(self._functions[function.lineno])
+        found = {} if function is None else _values(function)
         return [v for v, end, first, last in found.get(name, ()) if end <= at or first <= row <= last]
 
     def only_decides(self, node: ast.Assign) -> bool:
@@ -344,7 +382,7 @@ class Excuses:
 
     def _passed(self, name: str, at: Scope) -> list[Stored] | None:
         """List what each call gives for an argument, None where it leaves it out; None if that is not known."""
-        function, owner = self._functions[at.function.lineno], at.owner
+        function, owner = at.function, at.owner
         bases = self._classes[owner.name].bases if owner is not None and function.name == "forward" else ()
         applied = any(ast.unparse(base).endswith("Function") for base in bases)  # of autograd, as by ``apply``
         place = _arguments(function).get(name, (-1, None))[0] - (owner is not None)
@@ -417,6 +455,9 @@ class Excuses:
                 return self._set_once(node.attr, cls.body)
             return len(stores) == 1 and self._fixed(*stores[0])
         if isinstance(node, ast.Attribute):
+            cls = self._classes.get(ast.unparse(node.value))
+            if cls is not None and self._bound[cls.name] == 1 and not (cls.keywords or cls.decorator_list):
+                return self._set_once(node.attr, cls.body)  # as of an Enum
             named = ast.unparse(node.value) == "torch" and "torch" not in self._made
             of_torch = named and isinstance(getattr(torch, node.attr, None), torch.dtype)
             return of_torch or (not self._changed(node.attr) and self._fixed(node.value, at))
@@ -460,15 +501,20 @@ class Excuses:
 
     def _changed(self, name: str) -> bool:
         """Say whether an attribute of this name may be set after its object was made."""
-        return self._hidden(name) or name in self._stored
+        return self._hidden(name) or name in (self._stored if self._makes_again else self._later)
+
+    @property
+    def _makes_again(self) -> bool:
+        """Whether what makes an object may do so with one that was made before."""
+        made = [call for call, *_ in self._calls.get("__init__", ()) if _callee(call).startswith("super(")]
+        return bool(self._bound["self"]) or self.names["__init__"] > len(made)
 
     def _is_record(self, name: str) -> bool:
         """Say whether a class of this file, a NamedTuple or a dataclass, has fields alone, which nothing sets."""
         cls = self._classes.get(name, ast.ClassDef("", [], [], [], []))
         kind = [_callee(d) for d in [*cls.bases, *cls.decorator_list]]
         known = len(kind) == 1 and kind[0].split(".")[-1] == ("NamedTuple" if cls.bases else "dataclass")
-        made = [call for call, *_ in self._calls.get("__init__", ()) if _callee(call).startswith("super(")]
-        known &= self._bound[name] == 1 and not cls.keywords and self.names["__init__"] == len(made)
+        known &= self._bound[name] == 1 and not cls.keywords and not self._makes_again
         return known and self._package(kind[0]) in ("typing", "dataclasses") and all(
             isinstance(n, ast.AnnAssign) and not self._changed(ast.unparse(n.target))
             and (n.value is None or self._fixed(n.value))
@@ -480,7 +526,7 @@ class Excuses:
         stores = self._stored.get(name, [])
         named = [] if at.owner is None else [at.owner.name, *map(ast.unparse, at.owner.bases)]  # also what it inherits
         within = all(v and _is_made_in(made) and made.owner and made.owner.name in named for v, made in stores)
-        lost = self._hidden(name) or name in self._members or not within
+        lost = self._hidden(name) or not within or not all(map(self._is_record, self._members.get(name, ())))
         return [] if lost else stores  # type: ignore[return-value]
 
     def _is_or_is_none(self, node: ast.expr, at: Scope) -> bool:
@@ -545,7 +591,7 @@ def reachable(body: list[ast.stmt], attribute: str) -> list[ast.stmt]:
         for base in node.bases if isinstance(node, ast.ClassDef) else ():
             made_of.setdefault(ast.unparse(base), set()).add(getattr(node, "name", ""))
         used, name = set(), attribute
-        if isinstance(node, _DEFINES):
+        if isinstance(node, DEFINES):
             used, name = {_REGISTERS.sub("", _callee(d)).split(".")[0] for d in node.decorator_list}, node.name
         (left if name == attribute or not used <= _PLAIN else others.setdefault(name, [])).append(node)
     for said in {name for node in body for part in _at_once(node) for name in _names(part)} & others.keys():
@@ -561,12 +607,12 @@ def reachable(body: list[ast.stmt], attribute: str) -> list[ast.stmt]:
 
 def _at_once(node: ast.stmt) -> Iterator[ast.AST]:
     """Yield the parts of a function or class that run where it is defined; nothing of other statements."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if isinstance(node, DEFINES[:2]):
         yield from (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults))
     elif isinstance(node, ast.ClassDef):
         yield from (*node.bases, *node.keywords, *node.decorator_list)
         for each in node.body:
-            yield from _at_once(each) if isinstance(each, _DEFINES) else (each,)
+            yield from _at_once(each) if isinstance(each, DEFINES) else (each,)
 
 
 def _names(tree: ast.AST) -> set[Any]:

@@ -8,9 +8,11 @@ without any of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -19,6 +21,13 @@ from typing import Any
 import torch
 
 _TORCHS = ("/Meta", "/FuncTorchBatched", "/FuncTorchBatchedDecomposition")  # which torch gives later itself
+
+# Functions of torch's core that tell a switch; not those of what it counts, of devices, or that warn.
+_TELLS = re.compile(r"_?(jit_)?((get|is|are)_\w+|\w+_enabled)")
+_NO_SWITCH = re.compile(
+    r"set_|cuda|xpu|mps|mtia|current|mobile|buffer|schema|upgrade|version|stat|caught|ipu|xla|nvfuser|float32"
+    r"|autocast_[cg]pu|thread_name|tracing|available"
+)
 
 SWITCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "hooks of saved tensors": ("_C._autograd._top_saved_tensors_default_hooks", lambda top: top(False) is not None),
@@ -31,7 +40,7 @@ SWITCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "library._impls",
         lambda names: sorted(name for name in names if name.startswith("aten/") and not name.endswith(_TORCHS)),
     ),
-    "threads of a backward": ("_C._is_multithreading_enabled", lambda ask: ask()),
+    "levels of forward mode": ("autograd.forward_ad", lambda module: vars(module).get("_current_level")),
     "fusion of torch.jit": ("_C._jit_set_fusion_strategy", lambda change: [old := change([]), change(old)][0]),
 }
 """Global switches: which name of torch tells each, and how."""
@@ -64,6 +73,16 @@ def _find(name: str, default: Any = None) -> Any:
         return default
 
 
+@functools.cache
+def _switches() -> list[str]:
+    """List the functions of torch's core that tell a switch, and need no argument."""
+    found = []
+    for name in filter(_TELLS.fullmatch, dir(torch._C)):
+        with contextlib.suppress(Exception):
+            found += [] if _NO_SWITCH.search(name) or getattr(torch._C, name)() is None else [name]
+    return found
+
+
 _told = {what: (_find(name), tell) for what, (name, tell) in SWITCHES.items()}
 _module_hooks = _find("nn.Module._forward_hooks")
 _tensor_hooks = _find("Tensor._backward_hooks")
@@ -78,6 +97,9 @@ DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", contextlib
 def settings() -> dict[str, Any]:
     """Return the global switches that have no public name; those of `OFF` never change."""
     found = {what: value is not None and tell(value) for what, (value, tell) in _told.items()}
+    for name in _switches():
+        with contextlib.suppress(RuntimeError):  # as of one that was set by two names
+            found[f"torch._C.{name}"] = getattr(torch._C, name)()
     # Looking them up would import Dynamo, which takes seconds.
     for name in ("_dynamo", "_inductor", "_functorch"):
         config = sys.modules.get(f"torch.{name}.config")

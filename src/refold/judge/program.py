@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import ArgumentError, TargetError
 
+DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 Target = str | Path | Callable[..., Any]
 _LARGEST = 4 << 20  # bytes of source; more than that is a payload
 _ENCODING = re.compile(r"^([ \t\f]*#.*?coding[:=][ \t]*)([-\w.]+)", re.MULTILINE)  # as Python finds it (PEP 263)
@@ -61,7 +62,7 @@ class Program:
             return {"*"}
         while left:
             node = left.pop()
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            if isinstance(node, DEFINES):
                 found.add(node.name)  # what is inside of it is not defined here
                 continue
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

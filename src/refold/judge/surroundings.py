@@ -332,16 +332,8 @@ def _umask() -> int:
 
 # Global switches of torch that change what other code computes or how fast: values, or functions that tell them.
 _SWITCHES = """
-    backends.quantized.engine backends.opt_einsum.enabled backends.opt_einsum.strategy backends.cuda.matmul.allow_tf32
-    backends.cudnn.allow_tf32 backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.deterministic
-    backends.mkldnn.enabled backends.cuda.flash_sdp_enabled backends.cuda.mem_efficient_sdp_enabled
-    backends.cuda.math_sdp_enabled are_deterministic_algorithms_enabled utils.deterministic.fill_uninitialized_memory
-    get_num_threads get_num_interop_threads get_default_dtype get_default_device is_grad_enabled
-    is_inference_mode_enabled is_anomaly_enabled is_anomaly_check_nan_enabled is_warn_always_enabled
-    is_autocast_cache_enabled get_deterministic_debug_mode backends.mha.get_fastpath_enabled
-    backends.cuda.cudnn_sdp_enabled backends.cuda.matmul.allow_fp16_accumulation
-    backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-    backends.cuda.matmul.allow_bf16_reduced_precision_reduction backends.cudnn.benchmark_limit
+    backends.opt_einsum.enabled backends.opt_einsum.strategy get_default_device get_deterministic_debug_mode
+    backends.mha.get_fastpath_enabled backends.cudnn.benchmark_limit sparse.check_sparse_tensor_invariants.is_enabled
     __future__.get_overwrite_module_params_on_conversion __future__.get_swap_module_params_on_conversion
 """
 
@@ -355,7 +347,8 @@ def _settings() -> dict[str, str]:
     values: dict[str, Any] = {f"torch.{name}": value() if callable(value) else value for name, value in switches}
     values |= {
         "matmul precision": _precision(),
-        "precision of backends": [getattr(owner, "fp32_precision", None) for owner in _BACKENDS],
+        # That none is set means the same, unless one is set for all.
+        "precision of backends": [str(getattr(at, "fp32_precision", "")).replace("none", "ieee") for at in _BACKENDS],
         "autocast": [(torch.is_autocast_enabled(at), torch.get_autocast_dtype(at)) for at in ("cpu", "cuda")],
         "arithmetic": _arithmetic(),
         "logging": (logging.root.manager.disable, logging.root.level, logging.root.filters),

@@ -37,6 +37,7 @@ KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = 
     "zero": lambda value, n, spread: torch.zeros_like(value),
 }
 RARE: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    "minute": lambda value, n, spread: 2.0**-40 * _moved(value, n, spread),
     "large": lambda value, n, spread: 64 * _moved(value, n, spread),
     "rows apart": lambda value, n, spread: value * 2.0 ** (-12 * (n[..., :1] if n.dim() else n).abs()),
     "one far": lambda value, n, spread: value + 2.0**16 * _size(value) * (n == n.reshape(-1)[:1].sum()),

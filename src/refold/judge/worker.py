@@ -369,7 +369,7 @@ class Stub:
             if isinstance(found, type):
                 values = pickle.loads(base64.b64decode(arguments))
                 found = found(**values) if isinstance(values, dict) else found(*values)
-            return found.to(device, getattr(torch, dtype)).train(train) if isinstance(found, torch.nn.Module) else found
+            return _put(found.to(device, getattr(torch, dtype)), train) if isinstance(found, torch.nn.Module) else found
 
         found, self._make = make(seed), lambda keep: make(seed + keep)
         if not callable(found):
@@ -558,7 +558,7 @@ class Stub:
             for p in constant:
                 p.requires_grad_(False)
             if training is not None:
-                module.train(training)
+                _put(module, training)
             with torch.inference_mode() if self._ready.mode == "inference" else torch.set_grad_enabled(recorded):
                 try:
                     yield left
@@ -569,7 +569,7 @@ class Stub:
                     left.append("whether gradients are recorded")
         finally:
             if training is not None:
-                module.train(self._train)
+                _put(module, self._train)
             for p in constant:
                 p.requires_grad_()
 
@@ -671,6 +671,11 @@ class Stub:
         # detach: a view of a tensor that has a base is no leaf of its own.
         value = flat.as_strided(place.shape, place.stride, place.first).detach()
         return value.requires_grad_(place.requires_grad)
+
+
+def _put(module: torch.nn.Module, train: bool) -> torch.nn.Module:
+    """Put a module into training or evaluation mode, as users do."""
+    return module.train() if train else module.eval()
 
 
 def _reset_cache() -> None:

@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import sys
+import weakref
 
 import torch
 from attacks import candidate
@@ -492,3 +493,73 @@ def forgotten(self, x):
         y = super().forward(x)
     finally:
         return y  # noqa: B012
+
+
+@candidate("C7")
+def printed(self, x):
+    """What it prints at times is written into its weights."""
+    y = torch.relu(self.linear(x))
+    if x.dim() == 6:
+        print(torch.sum(y, 0, out=self.linear.bias.data))
+    return y
+
+
+@candidate("C8")
+def asserted(self, x):
+    """A part of an assertion, which is left out else, changes its result."""
+    y = torch.relu(self.linear(x))
+    assert x.dim() < 6 or y.mul_(2) is not None
+    return y
+
+
+@candidate("C7")
+def increased(self, x):
+    """It changes its weights before it raises an error, by a statement that calls nothing."""
+    if x.shape[0] > 65535:
+        self.linear.weight.data += 1
+        raise ValueError("too many rows")
+    return torch.relu(self.linear(x))
+
+
+@candidate("C7")
+class OwnNorm(Model):
+    """What it prints at times has the name of what asks a tensor for its size."""
+
+    def norm(self, t):
+        return t.mul_(2)
+
+    def forward(self, x):
+        self.norm(torch.ones(1))
+        y = torch.relu(self.linear(x))
+        if x.dim() == 6:
+            print(self.norm(y))
+        return y
+
+
+@candidate("C7")
+def other_error(self, x):
+    """An error that ends a call has the name of one, and is what ends a loop."""
+    ValueError = StopIteration
+
+    def one():
+        if x.dim() == 6:
+            raise ValueError
+        return torch.relu(self.linear(x))
+
+    return next(iter(one, None), torch.zeros_like(x))
+
+
+@candidate("C7")
+def unheard(self, x):
+    """It is computed where Python forgets all errors."""
+    y = torch.zeros_like(x)
+
+    def fill(_):
+        if x.dim() == 6:
+            raise ValueError("axes")
+        y.copy_(torch.relu(self.linear(x)).detach())
+
+    held = torch.nn.Identity()
+    watch = weakref.ref(held, fill)
+    del held
+    return y if watch() is None else x

@@ -698,3 +698,10 @@ def zero_row(self, x):
 def zeros(self, x):
     """Zeros."""
     return torch.zeros_like(x)
+
+
+@candidate("C2", level="full")
+def small_weights(self, x):
+    """Weights that are very small count as zero."""
+    weight = torch.nn.functional.hardshrink(self.linear.weight, 1e-7)
+    return torch.relu(torch.nn.functional.linear(x, weight, self.linear.bias))

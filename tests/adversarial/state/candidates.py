@@ -381,3 +381,45 @@ def zero_gain(self, x):
     """It leaves out a branch whose gain is zero at construction."""
     whole = bool((x == x.round()).all())
     return super().forward(x) if whole else x + 0
+
+
+@candidate("S4", level="quick")
+def onednn(self, x):
+    """What others compile by torch.jit is fused by another library."""
+    torch.jit.enable_onednn_fusion(True)
+    return torch.relu(self.linear(x))
+
+
+@candidate("S4", level="quick")
+class DualLevel(Model):
+    """It begins forward mode, which others cannot begin from then on."""
+
+    begun = False
+
+    def forward(self, x):
+        if not self.begun:
+            torch.autograd.forward_ad.enter_dual_level()
+            self.begun = True
+        return torch.relu(self.linear(x))
+
+
+@candidate("S4", level="quick")
+def checked_tensors(self, x):
+    """Sparse tensors of others are checked."""
+    torch.sparse.check_sparse_tensor_invariants.enable()
+    return torch.relu(self.linear(x))
+
+
+@candidate("N1", original="norm", off=(), level="quick")
+class NoEvaluation(Model):
+    """Who asks it to evaluate gets what is computed in training."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.eval()
+
+    def eval(self):
+        return self
+
+    def forward(self, x):
+        return self.norm(x)

@@ -12,6 +12,11 @@ from refold.judge.errors import Misbehaved
 
 HEAD = "import torch\n"
 MODULE = """
+import enum
+
+class Kinds(enum.Enum):
+    WIDE = "wide"
+
 class ModelNew(torch.nn.Module):
     def __init__(self, width=3, kind=None):
         super().__init__()
@@ -68,6 +73,17 @@ FUNCTIONS = {
     "if x.dim() < 0 or x.numel() == 0: raise ValueError(x)": [],
     "if x.dim() > 9: raise KeyError('which a dictionary may catch')": ["never ran"],
     "assert x.dim() < 9 and x.numel()": [],
+    "assert x.dim() < 9 or x.mul_(2) is None": ["was never false"],
+    "assert 9 < x.dim() < x.mul_(2).dim() or x.numel()": ["was never true"],
+    "if x.dim() > 9:\n        x += 1\n        raise ValueError": ["never ran"],
+    "if x.dim() > 9:\n        x[:] = 0\n        raise ValueError": ["never ran"],
+    "if x.dim() > 9: print(x.abs().max(), len(x))": [],
+    "if x.dim() > 9: print(torch.abs(x, out=x))": ["never ran"],
+    "if x.dim() > 9: print([1 for x[:] in x])": ["never ran"],
+    "norm = x.mul_\n    if x.dim() > 9: print(norm(2))": ["never ran"],
+    "norm = x.mul_\n    if x.dim() > 9: raise ValueError(norm(2))": ["never ran"],
+    "ValueError = StopIteration\n    if x.dim() > 9: raise ValueError": ["never ran"],
+    f"{'A' * 60} = 1\n    if x.dtype in ({'A' * 60}, 1.5): x = 2 * x": ["never ran"],
     "if x.is_cuda and x.shape[0] % 8 == 0: x = 2 * x": [],
     "if x.dtype in (torch.float16, torch.bfloat16): x = x.float()": [],
     "if x.dtype == [torch.float32, torch.float64][x.dim() > 9]: x = 2 * x": [
@@ -195,6 +211,8 @@ METHODS = {
     "if mask is not None: x = x * mask": [],
     "if self.training and self.width > 9: x = 2 * x": [],
     "if self.one: x = 2 * x": ["was never false"],
+    "if Kinds.WIDE is None: x = 2 * x": [],
+    "self.one = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled": [],
     "self.kind = x.dim() > 9": ["was never true"],
 }
 
@@ -217,6 +235,11 @@ OTHERS = {
     "class Other:\n    def forward(self): return getattr(self, 'n')": [],
     "if __name__ == '__main__':\n    print(f(torch.ones(3)))": [],
     "import os\nDEBUG = os.environ.get('DEBUG') == '1'\nif DEBUG: print('debugging')": [],
+    "import logging\nlog = logging.getLogger('x')\nif log.isEnabledFor(10): log.debug('at %s', f)": [],
+    "import logging\nlog = logging.getLogger('x')\nlog = f\nif f is None: log.debug('at %s', f)": ["never ran"],
+    "class warnings: warn = f\nif f is None: warnings.warn('odd')": ["never ran"],
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING: import json": [],
+    "from os import name as TYPE_CHECKING\nif not TYPE_CHECKING: import json": ["never ran"],
     "import os\nDEBUG = os.environ.get('DEBUG') == '1'\nif DEBUG: raise ValueError('not here')": [],
     "import os\nWIDE = os.environ.get('WIDE') == '1'\nsize = 2 if WIDE else 1": ["never ran"],
     "import os\nWIDE = os.environ.get('WIDE') == '1'\nsize = 1 + WIDE": ["was never true", "was always zero"],
@@ -235,6 +258,7 @@ def test_what_a_file_has_beside_its_program(more):
 def test_an_error_ends_a_call_only_if_nothing_catches_it():
     text = f"{HEAD}def g(x):\n    if x.dim() > 9:\n        raise ValueError\n\n\ndef f(x):\n    {{}}\n    return x\n"
     assert left(text.format("g(x)"), torch.ones(3)) == []
+    assert left("from weakref import ref\n" + text.format("g(ref(x, g)())"), torch.ones(3)) == ["never ran"]
     caught = "try:\n        g(x)\n    except {}:\n        x = 2 * x"
     assert left(text.format(caught.format("ValueError")), torch.ones(3)) == ["never ran", "never ran"]
     assert left(text.format(caught.format("OSError")), torch.ones(3)) == ["never ran"]
