@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from refold import ops
-from refold.compat.checks import positive, tensors
+from refold.compat.checks import positive, shaped, tensors
 from refold.compat.documents import Documents
 from refold.compat.slots import Slots, to_read
 from refold.errors import ArgumentError, ShapeError
@@ -58,7 +58,7 @@ def causal_conv1d_fn(
     if seq_idx is None:
         y, states = ops.causal_conv1d(tokens, weight, bias, activation=fused, initial_state=initial_states)
     else:
-        check_index(op, seq_idx, tokens)
+        shaped(op, seq_idx=(seq_idx, tokens.shape[:2]))
         documents = Documents.from_index(seq_idx)
         rest = {"weight": weight, "bias": bias, "activation": fused}
         y, ends = documents.run(ops.causal_conv1d, {"x": tokens}, initial_states, **rest)
@@ -66,7 +66,7 @@ def causal_conv1d_fn(
     out = time_last(y, x)
     if not return_final_states:
         return out
-    return out, states if final_states_out is None else final_states_out.copy_(states)
+    return out, into(op, final_states_out, states, "final_states_out")
 
 
 @tensors(conv_state=(3,), weight=(2,))
@@ -107,8 +107,9 @@ def causal_conv1d_update(
             f"{op}: conv_state must be (b, d, s) with s >= {width - 1}, one less than the width of weight; got "
             f"{tuple(conv_state.shape)}."
         )
-    if cache_seqlens is not None and cache_seqlens.shape != (len(x),):
-        raise ShapeError(f"{op}: cache_seqlens must have the shape ({len(x)},); got {tuple(cache_seqlens.shape)}.")
+    shaped(op, cache_seqlens=(cache_seqlens, (len(x),)), weight=(weight, (conv_state.shape[1], width)))
+    if tokens.shape[2] != len(weight):
+        raise ShapeError(f"{op}: x must have the {len(weight)} channels of weight; got {tokens.shape[2]}.")
 
     def step(state: Tensor) -> tuple[Tensor, Tensor]:
         if cache_seqlens is None:
@@ -127,11 +128,13 @@ def causal_conv1d_update(
     if slots is not None:
         y = slots.update(conv_state, step)
     else:
+        shaped(op, conv_state=(conv_state, (len(x), len(weight), length)))
         y, after = step(to_read(conv_state))
         conv_state.copy_(after)
     return into(op, out, y[:, 0] if x.ndim == 2 else time_last(y, x))
 
 
+@tensors(x=(2,), cu_seqlens=(1,))
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
     """Return the last inputs of each document of a pack, from which `causal_conv1d_update` goes on.
 
@@ -149,11 +152,8 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     """
     op = "causal_conv1d_varlen_states"
     positive(op, "state_len", state_len)
-    if x.ndim != 2 or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ShapeError(
-            f"{op}: x must be (t, d) and cu_seqlens (k + 1,) with k >= 1; got shapes {tuple(x.shape)} and "
-            f"{tuple(cu_seqlens.shape)}."
-        )
+    if len(cu_seqlens) < 2:
+        raise ShapeError(f"{op}: cu_seqlens must be (k + 1,) with k >= 1; got shape {tuple(cu_seqlens.shape)}.")
     if cu_seqlens.device.type == "cpu":
         check_cu_seqlens_values(op, [*cu_seqlens.tolist(), len(x)], len(x))  # tokens may follow the last document
     offsets = cu_seqlens.to(x.device).long()
@@ -162,24 +162,17 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     return torch.where(inside, x[place.clamp(0, len(x) - 1)], 0).mT
 
 
-def into(op: str, out: Tensor | None, y: Tensor) -> Tensor:
+def into(op: str, out: Tensor | None, y: Tensor, name: str = "out") -> Tensor:
     """Return ``y``, written to ``out`` if that is given."""
     if out is None:
         return y
-    if out.shape != y.shape:
-        raise ShapeError(f"{op}: out must have the shape {tuple(y.shape)}; got {tuple(out.shape)}.")
+    shaped(op, **{name: (out, y.shape)})
     return out.copy_(y)
 
 
 def time_last(y: Tensor, like: Tensor) -> Tensor:
     """Return ``y`` (b, t, d) as (b, d, t), with time or channels next to each other in memory as in ``like``."""
     return y.mT if like.stride(1) == 1 and like.stride(-1) != 1 else y.mT.contiguous()
-
-
-def check_index(op: str, index: Tensor, tokens: Tensor) -> None:
-    """Refuse a ``seq_idx`` that does not have one number per token."""
-    if index.shape != tokens.shape[:2]:
-        raise ShapeError(f"{op}: seq_idx must have the shape {tuple(tokens.shape[:2])}; got {tuple(index.shape)}.")
 
 
 def _silu(op: str, activation: str | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -14,9 +14,17 @@ from refold.ops.spec import float_dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_INTEGERS = frozenset({torch.int32, torch.int64})
+_INDICES = frozenset({
+    "seq_idx", "cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "state_batch_indices", "dst_state_batch_indices",
+    "num_accepted_tokens", "cache_seqlens", "conv_state_indices",
+})  # fmt: skip
+"""Arguments that are integers; they may lie on another device."""
+
 
 def tensors(**ranks: tuple[int, ...]) -> Callable[[Function], Function]:
-    """Let a function refuse what is no tensor where one is meant, and other ranks and devices where they are known."""
+    """Let a function refuse what is no tensor where one is meant, other dtypes and devices, and ranks that differ."""
 
     def decorate(function: Function) -> Function:
         op, kinds = function.__name__, {n: k for n, k in function.__annotations__.items() if k.startswith("Tensor")}
@@ -30,13 +38,18 @@ def tensors(**ranks: tuple[int, ...]) -> Callable[[Function], Function]:
                     continue
                 if not isinstance(value, Tensor):
                     raise DtypeError(f"{op}: {name} must be a torch.Tensor; got {type(value).__name__}. Convert it.")
-                if name not in ranks:
-                    continue
-                if value.ndim not in ranks[name]:
+                index = name in _INDICES
+                if value.dtype not in (_INTEGERS if index else _FLOATS) or value.layout is not torch.strided:
+                    wanted = "int32 or int64" if index else "float32, bfloat16, float16 or float64"
+                    got = value.dtype if value.layout is torch.strided else value.layout
+                    raise DtypeError(f"{op}: {name} must be dense, and {wanted}; got {got}. Convert {name}.")
+                if name in ranks and value.ndim not in ranks[name]:
                     expected = " or ".join(map(str, ranks[name]))
                     raise ShapeError(
                         f"{op}: {name} must have {expected} axes; got the shape {tuple(value.shape)}. Reshape {name}."
                     )
+                if index:
+                    continue
                 device = value.device if device is None else device
                 if value.device != device:
                     raise DeviceError(f"{op}: {name} is on {value.device}, others are on {device}. Move {name}.")
@@ -45,6 +58,13 @@ def tensors(**ranks: tuple[int, ...]) -> Callable[[Function], Function]:
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def shaped(op: str, **given: tuple[Tensor | None, Sequence[int]]) -> None:
+    """Refuse tensors that do not have the shape that stands next to them."""
+    for name, (value, wanted) in given.items():
+        if value is not None and value.shape != tuple(wanted):
+            raise ShapeError(f"{op}: {name} must have the shape {tuple(wanted)}; got {tuple(value.shape)}.")
 
 
 def positive(op: str, name: str, value: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refold.compat.checks import shaped
 from refold.compat.slots import per_row
 
 
@@ -58,6 +59,8 @@ class Documents:
             ``y``, ``(b, t, ...)``, and the state after each document, ``(k, ...)``.
         """
         batch, seqlen = next(v.shape[:2] for v in tokens.values() if v is not None)
+        if state is not None:
+            shaped(operator.__name__, initial_state=(state, (batch, *state.shape[1:])))
         flat = {name: None if v is None else v.flatten(0, 1)[None] for name, v in tokens.items()}
         device = next(v.device for v in flat.values() if v is not None)
         offsets = self.cu_seqlens.to(device)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from refold import ops
-from refold.compat.checks import positive, tensors
+from refold.compat.checks import positive, shaped, tensors
 from refold.errors import ArgumentError
 
 __all__ = [
@@ -104,6 +104,7 @@ def fused_recurrent_gated_delta_rule(
     if gk is not None and g is not None:
         if use_gate_in_kernel:
             raise ArgumentError(f"{op}: use_gate_in_kernel=True takes g alone; got gk, too. Leave gk out.")
+        shaped(op, gk=(gk, (*g.shape, gk.shape[-1])))
         g = g.unsqueeze(-1) + gk
     return _run(
         q, k, v, v_first, output_final_state, initial_state, g=gk if g is None else g, beta=beta, scale=scale,

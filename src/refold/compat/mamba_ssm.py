@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refold import ops
-from refold.compat.causal_conv1d import causal_conv1d_fn, check_index, into, time_last
-from refold.compat.checks import positive, states_dtype, tensors
+from refold.compat.causal_conv1d import causal_conv1d_fn, into, time_last
+from refold.compat.checks import positive, shaped, states_dtype, tensors
 from refold.compat.documents import Documents
 from refold.compat.norms import RMSNorm, RMSNormGated, layer_norm_fn, rms_norm_fn, rmsnorm_fn
 from refold.compat.slots import step_, steps_
@@ -99,7 +99,7 @@ def mamba_chunk_scan_combined(
     return results if len(results) > 1 else out
 
 
-@tensors(zxbcdt=(3,), conv1d_weight=(2,), D=(1, 2), outproj_weight=(2,), outproj_bias=(1,))
+@tensors(zxbcdt=(3,), conv1d_weight=(2,), D=(1, 2), outproj_weight=(2,))
 def mamba_split_conv1d_scan_combined(
     zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt_bias: Tensor, A: Tensor, D: Tensor,
     chunk_size: int, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
@@ -213,7 +213,6 @@ def selective_scan_fn(
         ShapeError: Axes disagree.
     """
     op = "selective_scan_fn"
-    _real(op, A)
     if u.ndim != 3:
         raise ShapeError(f"{op}: u must be (b, d, t); got shape {tuple(u.shape)}.")
     y, state = ops.selective_scan(
@@ -225,14 +224,8 @@ def selective_scan_fn(
 
 
 @tensors(
-    xz=(3,),
-    conv1d_weight=(2, 3),
-    x_proj_weight=(2,),
-    delta_proj_weight=(2,),
-    out_proj_weight=(2,),
-    out_proj_bias=(1,),
-    A=(2,),
-)
+    xz=(3,), conv1d_weight=(2, 3), x_proj_weight=(2,), delta_proj_weight=(2,), out_proj_weight=(2,), A=(2,)
+)  # fmt: skip
 def mamba_inner_fn(
     xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, x_proj_weight: Tensor, delta_proj_weight: Tensor,
     out_proj_weight: Tensor, out_proj_bias: Tensor | None, A: Tensor, B: Tensor | None = None, C: Tensor | None = None,
@@ -274,7 +267,6 @@ def mamba_inner_fn(
         ShapeError: Axes disagree.
     """
     op = "mamba_inner_fn"
-    _real(op, A)
     if checkpoint_lvl not in (0, 1):
         raise ArgumentError(f"{op}: checkpoint_lvl must be 0 or 1; got {checkpoint_lvl!r}.")
     if any(weight is not None for weight in (b_rms_weight, c_rms_weight, dt_rms_weight)):
@@ -287,6 +279,12 @@ def mamba_inner_fn(
                 "Apply them to it before the call."
             )
     rank, dstate = delta_proj_weight.shape[1], A.shape[1]
+    channels, projects = len(conv1d_weight), (B is None) + (C is None)
+    shaped(
+        op, xz=(xz, (len(xz), 2 * channels, xz.shape[2])), delta_proj_weight=(delta_proj_weight, (channels, rank)),
+        x_proj_weight=(x_proj_weight, (rank + projects * dstate, channels)), B_proj_bias=(B_proj_bias, (dstate,)),
+        C_proj_bias=(C_proj_bias, (dstate,)),
+    )  # fmt: skip
     x, z = xz.chunk(2, 1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu").mT
     projected = _product(op, x, x_proj_weight=x_proj_weight)
@@ -358,15 +356,10 @@ def selective_state_update(
             f"{op}: state must be (b, d, n) or (b, h, p, n), and x one axis fewer, or as many for several tokens; got "
             f"{tuple(state.shape)} and {tuple(x.shape)}."
         )
+    like = {"dt": dt, "z": z, "out": out}
     shape = tuple(x.shape[-2:] if heads else x.shape[-1:]) + tuple(state.shape[-1:])
-    for name, array, wanted in (
-        ("A", A, shape),
-        ("dt_bias", dt_bias, shape[:-1]),
-        ("D", D, shape[:-1]),
-        ("dt", dt, x.shape),
-    ):
-        if array is not None and array.shape != wanted:
-            raise ShapeError(f"{op}: {name} must have the shape {tuple(wanted)}; got {tuple(array.shape)}.")
+    one = shape[:-1]
+    shaped(op, A=(A, shape), dt_bias=(dt_bias, one), D=(D, one), **{n: (v, x.shape) for n, v in like.items()})
     rank = B.ndim - (x.ndim == state.ndim)
     if heads and rank == 2:
         B, C = B.unsqueeze(-2), C.unsqueeze(-2)
@@ -403,7 +396,7 @@ def selective_state_update(
 
 def _documents(op: str, x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Documents | None:
     if seq_idx is not None:
-        check_index(op, seq_idx, x)
+        shaped(op, seq_idx=(seq_idx, x.shape[:2]))
     if cu_seqlens is None:
         return None if seq_idx is None else Documents.from_index(seq_idx)
     if len(x) != 1:
@@ -422,7 +415,7 @@ def _projection(op: str, name: str, value: Tensor, u: Tensor) -> Tensor:
         if value.shape[0] != channels:
             raise ShapeError(f"{op}: {name} must be (d, n) with d={channels}; got shape {tuple(value.shape)}.")
         return value.expand(batch, seqlen, *value.shape)
-    if value.ndim not in (3, 4):
+    if value.ndim not in (3, 4) or not value.shape[1]:
         raise ShapeError(f"{op}: {name} must be (d, n), (b, n, t) or (b, g, n, t); got shape {tuple(value.shape)}.")
     return value.movedim(-1, 1)
 
@@ -431,17 +424,9 @@ def _product(op: str, x: Tensor, **given: Tensor | None) -> Tensor:
     """Return a product with a weight and, if given, a bias; callers hand over a float32 bias with 16-bit weights."""
     (name, weight), (bias_name, bias) = (*given.items(), ("", None))[:2]
     assert weight is not None
-    if weight.shape[1] != x.shape[-1]:
-        raise ShapeError(
-            f"{op}: {name} must have {x.shape[-1]} columns; got the shape {tuple(weight.shape)}. Slice or pad {name}."
-        )
-    if not weight.is_floating_point():
-        raise DtypeError(f"{op}: {name} must have real numbers; got {weight.dtype}. Convert {name}.")
-    if bias is not None and len(bias) != len(weight):
-        raise ShapeError(
-            f"{op}: {bias_name} must have one number per row of {name}, {len(weight)}; got {len(bias)}. "
-            f"Slice or pad {bias_name}."
-        )
+    shaped(op, **{name: (weight, (len(weight), x.shape[-1])), bias_name: (bias, (len(weight),))})
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise DtypeError(f"{op}: {name} must be {x.dtype}, as what it multiplies; got {weight.dtype}. Convert {name}.")
     return F.linear(x, weight, None if bias is None else bias.to(weight.dtype))
 
 
@@ -450,11 +435,6 @@ def _alike(B: Tensor, C: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     if B.ndim == C.ndim == 4 and B.shape[2] != C.shape[2]:
         B, C = (v.repeat_interleave(channels // v.shape[2], 2) for v in (B, C))
     return B, C
-
-
-def _real(op: str, A: Tensor) -> None:
-    if A.is_complex():
-        raise DtypeError(f"{op}: A must be real; got {A.dtype}. refold has no complex scan.")
 
 
 def _same(a: Tensor, axis: int) -> bool:

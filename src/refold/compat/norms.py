@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refold import ops
-from refold.compat.checks import positive, share, tensors
-from refold.errors import ArgumentError, ShapeError
+from refold.compat.checks import positive, shaped, share, tensors
+from refold.errors import ArgumentError
 from refold.ops.gated_rmsnorm.spec import EPS
 
 __all__ = ["RMSNorm", "RMSNormGated", "layer_norm_fn", "rms_norm_fn", "rmsnorm_fn"]
@@ -63,14 +63,11 @@ def layer_norm_fn(
         ShapeError: Axes disagree.
     """
     op = "rms_norm_fn" if is_rms_norm else "layer_norm_fn"
-    shapes: dict[str, tuple[Tensor | None, Any]] = {
-        "weight": (weight, x.shape[-1:]), "bias": (bias, x.shape[-1:]), "residual": (residual, x.shape),
-        "x1": (x1, x.shape), "weight1": (weight1, x.shape[-1:]), "bias1": (bias1, x.shape[-1:]),
-        "rowscale": (rowscale, x.shape[:-1]),
-    }  # fmt: skip
-    for name, (value, wanted) in shapes.items():
-        if value is not None and value.shape != wanted:
-            raise ShapeError(f"{op}: {name} must have the shape {tuple(wanted)}; got {tuple(value.shape)}.")
+    one = x.shape[-1:]
+    shaped(
+        op, weight=(weight, one), bias=(bias, one), residual=(residual, x.shape), x1=(x1, x.shape),
+        weight1=(weight1, one), bias1=(bias1, one), rowscale=(rowscale, x.shape[:-1]),
+    )  # fmt: skip
     share(op, "dropout_p", dropout_p)
     eps = EPS.read(op, eps)
     if rowscale is not None and x1 is not None:
@@ -200,6 +197,7 @@ def rmsnorm_fn(
     Raises:
         ShapeError: Axes disagree.
     """
+    shaped("rmsnorm_fn", weight=(weight, x.shape[-1:]), bias=(bias, x.shape[-1:]), z=(z, x.shape))
     if bias is None:
         return ops.gated_rmsnorm(x, z, weight, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
     wide = torch.promote_types(x.dtype, torch.float32)

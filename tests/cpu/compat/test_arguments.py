@@ -36,12 +36,17 @@ CALLS = {
         "u": f(B, D, T), "delta": f(B, D, T), "B": f(B, N, T), "C": f(B, N, T), "z": f(B, D, T), **SCAN},
     mamba_ssm.mamba_inner_fn: {
         "xz": f(B, 2 * D, T), "conv1d_weight": f(D, 1, 4), "conv1d_bias": f(D), "x_proj_weight": f(3 + 2 * N, D),
-        "delta_proj_weight": f(D, 3), "out_proj_weight": f(5, D), "out_proj_bias": f(5), **SCAN},
+        "delta_proj_weight": f(D, 3), "out_proj_weight": f(5, D), "out_proj_bias": f(5), "B_proj_bias": f(N), **SCAN},
     mamba_ssm.selective_state_update: {
-        "state": f(B, D, N), "x": f(B, D), "dt": f(B, D), "B": f(B, N), "C": f(B, N), **SCAN},
+        "state": f(B, D, N), "x": f(B, D), "dt": f(B, D), "B": f(B, N), "C": f(B, N), "z": f(B, D), "out": f(B, D),
+        **SCAN},
     mamba_ssm.layer_norm_fn: {"x": f(B, T, D), "weight": f(D), "bias": f(D)},
     mamba_ssm.rms_norm_fn: {"x": f(B, T, D), "weight": f(D), "bias": f(D)},
-    causal_conv1d.causal_conv1d_fn: {"x": f(B, D, T), "weight": f(D, 4), "bias": f(D)},
+    mamba_ssm.rmsnorm_fn: {"x": f(B, T, D), "weight": f(D), "bias": f(D), "z": f(B, T, D)},
+    causal_conv1d.causal_conv1d_fn: {
+        "x": f(B, D, T), "weight": f(D, 4), "bias": f(D), "seq_idx": torch.zeros(B, T, dtype=torch.int),
+        "initial_states": f(B, D, 3), "return_final_states": True, "final_states_out": f(B, D, 3)},
+    causal_conv1d.causal_conv1d_varlen_states: {"x": f(T, D), "cu_seqlens": torch.tensor([0, T]), "state_len": 3},
     causal_conv1d.causal_conv1d_update: {"x": f(B, D), "conv_state": f(B, D, 4), "weight": f(D, 4), "bias": f(D)},
 }  # fmt: skip
 
@@ -50,11 +55,30 @@ CALLS = {
 def test_wrong_arguments_are_named(call):
     call(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in CALLS[call].items()})
     for name, x in CALLS[call].items():
-        for wrong in ([1.0], "x", 1.0, x.numpy(), x.sum(), x[..., None]) if isinstance(x, torch.Tensor) else ():
-            if name in ("x", "u", "q", "v") and isinstance(wrong, torch.Tensor):
-                continue  # norms take any shape; of others, some other argument disagrees
+        if not isinstance(x, torch.Tensor):
+            continue
+        shapes = x.sum(), x[..., None], *(torch.cat([x, x.narrow(i, 0, 1)], i) for i in range(x.ndim))
+        for wrong in ([1.0], "x", 1.0, x.numpy(), *shapes, *(x.narrow(i, 0, 0) for i in range(x.ndim))):
             with suppress(ArgumentError):  # anything else fails; some are computed
                 call(**{**CALLS[call], name: wrong})
+        for wrong in (x > 0, x.to(torch.complex64), x.long() if x.is_floating_point() else x.float(), x.to_sparse()):
+            with pytest.raises(ArgumentError, match=f"{call.__name__}: {name} must be dense, and"):
+                call(**{**CALLS[call], name: wrong})
+
+
+@pytest.mark.parametrize(("call", "name", "wrong"), [
+    (mamba_ssm.mamba_inner_fn, "x_proj_weight", f(4 + 2 * N, D)),
+    (mamba_ssm.mamba_inner_fn, "B_proj_bias", f(1)),
+    (mamba_ssm.rmsnorm_fn, "z", f(B, 1, D)),
+    (mamba_ssm.rmsnorm_fn, "bias", f(1)),
+    (causal_conv1d.causal_conv1d_fn, "final_states_out", f(2, B, D, 3)),
+    (causal_conv1d.causal_conv1d_fn, "initial_states", f(2, D, 3)),
+    (causal_conv1d.causal_conv1d_update, "x", f(B, 1)),
+    (mamba_ssm.mamba_inner_fn, "out_proj_weight", f(5, D).double()),
+])  # fmt: skip
+def test_what_would_be_computed_wrongly_or_fail_inside_is_refused(call, name, wrong):
+    with pytest.raises(ArgumentError, match=f"{name.rstrip('s')}.* must "):
+        call(**{**CALLS[call], name: wrong})
 
 
 @pytest.mark.parametrize("name", ["outproj_weight", "outproj_bias"])
