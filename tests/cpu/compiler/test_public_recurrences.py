@@ -32,6 +32,12 @@ def test_found_and_right(name, training):
     assert any(one.found in detail for detail in details), details
 
 
+def test_powers_of_two(monkeypatch):
+    """With step sizes, in training: where decays were only positive, the states were written."""
+    monkeypatch.setattr(torch, "exp", torch.exp2)
+    test_found_and_right("selective", True)
+
+
 def network(a, x, move=lambda x: x):
     """A tree in place, over views, as Mamba code without kernels has it."""
     a, x = move(a.clone()), move(x.clone())

@@ -127,6 +127,10 @@ class Builder:
         """Return a tensor full of a number, of a shape and with the dtype and device of ``like``."""
         return self.call(aten.full.default, list(shape), number, dtype=value(like).dtype, device=value(like).device)
 
+    def times(self, x: Node, number: float) -> Node:
+        """Multiply by a number, unless it is one."""
+        return x if number == 1 else self.call(aten.mul.Tensor, x, number)
+
     def combined(self, target: Any, xs: Iterable[Any]) -> Node:
         """Combine values by an operation of two, from the first one on."""
         return functools.reduce(functools.partial(self.call, target), xs)

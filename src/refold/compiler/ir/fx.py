@@ -53,12 +53,12 @@ def place(at: Any, size: Any) -> int | None:
     return at + size if at < 0 else at
 
 
-def log_of_base(node: Node) -> float | None:
-    """Return the logarithm of the number that a node takes powers of, 1 for ``exp``; None if there is none."""
+def power(node: Any) -> tuple[Any, float] | None:
+    """Read a power of a number: the exponent, and the number's logarithm, 1 for ``exp``; None if it is none."""
     if node.target in (aten.exp.default, aten.exp2.default):
-        return 1.0 if node.target is aten.exp.default else math.log(2)
-    base = node.args[0] if node.target is aten.pow.Scalar else None
-    return math.log(base) if isinstance(base, int | float) and 0 < base < math.inf and base != 1 else None
+        return node.args[0], 1.0 if node.target is aten.exp.default else math.log(2)
+    base, x = node.args if node.target is aten.pow.Scalar else (None, None)
+    return (x, math.log(base)) if isinstance(base, int | float) and 0 < base < math.inf and base != 1 else None
 
 
 def value(node: Node) -> torch.Tensor:

@@ -43,8 +43,7 @@ class PendingOp:
 
     def __call__(self, builder: Any, x: Node) -> Node:
         """Insert the operation on ``x``."""
-        if self.scale != 1.0:
-            x = builder.call(aten.mul.Tensor, x, self.scale)
+        x = builder.times(x, self.scale)
         return builder.call(self.node.target, *_moved_args(self.node, x, dict(self.dims)), **self.node.kwargs)
 
 

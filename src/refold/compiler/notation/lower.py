@@ -125,7 +125,7 @@ class _Lowering:
             kept = [axis for axis in out if axis in present]
             path = least_work([x.axes for x in operands], kept, lambda axis: axis.size)
         x = contract_in_order(self.build, operands, path, out)
-        return x if scale == 1 else Operand(self.build.call(aten.mul.Tensor, x.node, scale), x.axes)
+        return Operand(self.build.times(x.node, scale), x.axes)
 
     def _elementwise(self, step: Equation) -> Operand:
         which = ELEMENTWISE[step.do]

@@ -252,7 +252,7 @@ def _laid(build: Builder, skip: _Skip) -> Node:
     order = [*resolve(heads), *resolve(channels)]
     D = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in skip.factors])
     node = build.cast(lay_out(build, D, Product(groups, ())), value(skip.sum).dtype)
-    return build.dense(node if skip.scale == 1.0 else build.call(aten.mul.Tensor, node, skip.scale))
+    return build.dense(build.times(node, skip.scale))
 
 
 def _laid_as_summand(build: Builder, y: Node, skip: _Skip) -> Node:

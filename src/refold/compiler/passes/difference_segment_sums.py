@@ -55,9 +55,7 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
         keep = mask if keep_true else build.call(aten.logical_not.default, mask)
         # The copies are equal along j: sum up one of them.
         one = replace(read, labels=(*read.labels[:j], *read.labels[j + 1 :]))
-        row = lay_out(build, operand(build, read.factors[0]), one)
-        if read.scale != 1.0:
-            row = build.call(aten.mul.Tensor, row, read.scale)
+        row = build.times(lay_out(build, operand(build, read.factors[0]), one), read.scale)
         zero, never, unknown, one_, other = (_scalar(build, number, root) for number in (0.0, -inf, nan, 1.0, _OTHER))
         finite = build.call(aten.lt.Scalar, build.call(aten.abs.default, row), inf)
         forgets = build.call(aten.eq.Scalar, row, -inf)

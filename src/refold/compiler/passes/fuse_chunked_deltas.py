@@ -36,7 +36,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, downstream, is_constant, sort_topologically, upstream
-from ..ir.fx import RESHAPES, SUMS, arg, is_tensor, is_training, log_of_base, place, value
+from ..ir.fx import RESHAPES, SUMS, arg, is_tensor, is_training, place, power, value
 from ..ir.operators import RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
@@ -314,8 +314,8 @@ class _Region:
 
     def powers(self, g: _Operand) -> set[float]:
         """List logarithms of the bases of which powers are taken, with what log decays were multiplied by before."""
-        found = {log_of_base(node) for node, read in self.reached.items() if read == {g.node}} - {None}
-        return {x * _scale(g, self) for x in found or {1.0} if x}
+        found = {x[1] for node, read in self.reached.items() if read == {g.node} and (x := power(node))}
+        return {x * _scale(g, self) for x in found or {1.0}}
 
     @cached_property
     def together(self) -> set[frozenset[Node]]:
@@ -447,7 +447,7 @@ def _has_logarithm(fade: Node | float, state: Node) -> bool:
         return 0 < fade < math.inf
     if not is_tensor(fade) or value(fade).dim() > value(state).dim() or value(fade).shape[-1:] not in ((), (1,)):
         return False
-    return log_of_base(_moved(fade)[-1]) is not None
+    return power(_moved(fade)[-1]) is not None
 
 
 def _moved(x: Node) -> list[Node]:
@@ -461,21 +461,19 @@ def _moved(x: Node) -> list[Node]:
 def _logarithm(build: Builder, fade: Node) -> Node:
     """Emit the logarithm of an exponential that was moved since."""
     *moves, exponential = _moved(fade)
-    x = _times(build, arg(exponential, exponential.target is aten.pow.Scalar), log_of_base(exponential) or 1.0)
+    read = power(exponential)
+    assert read is not None  # `_has_logarithm`
+    x = build.times(*read)
     for move in reversed(moves):
         kept = move.target in RESHAPES
         x = build.reshape(x, value(move).shape) if kept else build.call(move.target, x, *move.args[1:], **move.kwargs)
     return x
 
 
-def _times(build: Builder, x: Node, number: float) -> Node:
-    return x if number == 1 else build.call(aten.mul.Tensor, x, number)
-
-
 def _decays(build: Builder, rule: _Rule, k: Node) -> Node | None:
     """Emit the log decays of tokens, as (b, t, h) or (b, t, h, n)."""
     if rule.g is not None:
-        return build.call(aten.clamp_min.default, _times(build, rule.g.laid(build), rule.power), FORGETS)
+        return build.call(aten.clamp_min.default, build.times(rule.g.laid(build), rule.power), FORGETS)
     if rule.fade is None:
         return None
     rows, tokens, heads, n = value(k).shape

@@ -244,7 +244,7 @@ def _size(label: Sequence[Axis]) -> int:
 def _multiplied(build: Builder, product: Product, order: Sequence[Axis]) -> Operand:
     """Multiply the factors of a product."""
     x = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in product.factors])
-    return x if product.scale == 1.0 else Operand(build.call(aten.mul.Tensor, x.node, product.scale), x.axes)
+    return Operand(build.times(x.node, product.scale), x.axes)
 
 
 def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: float, like: torch.Tensor) -> Node:
@@ -313,8 +313,7 @@ def _contract_last_state(root: Node, states: ChunkStates) -> Rewrite:
     to_end = _exponential(build, build.call(aten.sub.Tensor, total, since), [*outer, *time], value(root).dtype)
     written = sorted((operand(build, factor) for factor in states.written.factors), key=lambda x: value(x.node).numel())
     state = contract(build, [to_end, *written], set(out), out)
-    if states.written.scale != 1.0:
-        state = Operand(build.call(aten.mul.Tensor, state.node, states.written.scale), state.axes)
+    state = Operand(build.times(state.node, states.written.scale), state.axes)
     new = lay_out(build, state, Product(labels, ()))
     if states.initial is not None:
         through = _exponential(build, total, outer, value(root).dtype)

@@ -162,11 +162,11 @@ class _Einsum:
         # Half precision overflows early: what makes a product smaller does so before it is summed.
         shrinks = abs(self.scale) < 1 and value(self.root).dtype == torch.float16
         if shrinks:
-            operands[0].node = build.call(aten.mul.Tensor, operands[0].node, self.scale)
+            operands[0].node = build.times(operands[0].node, self.scale)
         out = [axis for axis in layout(self.product) if axis in self.product.present()]
         x = contract_in_order(build, operands, self.path, out)
-        if self.scale != 1.0 and not shrinks:
-            x = Operand(build.call(aten.mul.Tensor, x.node, self.scale), x.axes)
+        if not shrinks:
+            x = Operand(build.times(x.node, self.scale), x.axes)
         if self.root.target in _MEANS:
             count = build.size(math.prod(value(arg(self.root, 0)).shape[dim] for dim in sum_dims(self.root)))
             x = Operand(build.call(aten.div.Tensor, x.node, count), x.axes)

@@ -59,10 +59,10 @@ def sum_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Re
         rest = _summed(build, call, value(node), dims)
         count = math.prod(int(value(node).shape[dim]) for dim in dims)
         factor = scale / count if root.target is aten.mean.dim else scale
-        rest = rest if factor == 1 else build.call(aten.mul.Tensor, rest, factor)
+        rest = build.times(rest, factor)
         if call.bias is not None:
             each = scale if root.target is aten.mean.dim else scale * count
-            bias = call.bias if each == 1 else build.call(aten.mul.Tensor, call.bias, each)
+            bias = build.times(call.bias, each)
             shape = [-1] + [1] * (value(rest).dim() - 2)
             rest = build.call(aten.add.Tensor, rest, build.call(aten.view.default, bias, shape))
         new = build.reshape(rest, list(value(root).shape))

@@ -207,7 +207,7 @@ def _totals(jump: Segments, chunk: Label) -> Segments:
     """Read the decays between chunks: segment sums over the totals of the chunks, the first being zero."""
     factor = _only(jump.source.factors)
     labels = [resolve(label) for label in factor.labels]
-    require(jump.source.scale == 1.0 and not factor.pending and factor.node.target is aten.constant_pad_nd.default)
+    require(not factor.pending and factor.node.target is aten.constant_pad_nd.default)
     require(resolve(jump.step) in labels)
     dim = labels.index(resolve(jump.step))
     require(padding(factor.node) == {dim: (1, 0)} and not any(factor.node.args[2:]))
@@ -216,7 +216,7 @@ def _totals(jump: Segments, chunk: Label) -> Segments:
         raise NotAScan
     require(total.upto is None and total.after is None)
     require(unify_all(total.labels, factor.labels, but=dim) and unify(total.labels[dim], chunk))
-    return total
+    return replace(total, source=replace(total.source, scale=total.source.scale * jump.source.scale))
 
 
 def with_label(labels: tuple[Label, ...], axis: int, label: Label) -> tuple[Label, ...]:

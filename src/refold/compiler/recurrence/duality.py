@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder
-from ..ir.fx import arg, mark_as_made, value
+from ..ir.fx import mark_as_made, power, value
 from ..ir.operators import CONTRACTED, HEADS, RANK_ONE
 from . import lti_chunks
 from .facts import Factors, Facts, spans, unalias
@@ -160,8 +160,7 @@ def _results(facts: Facts, y: tuple[Node, list[int]], last: tuple[Node, list[int
     out = emit.permute(out, [order.index(place) for place in target])
     for term in facts.rest:
         out = emit.call(aten.mul.Tensor, out, lay(emit, [term], list(target), shape, 1.0, dense=False))
-    if read.scale != 1.0:
-        out = emit.call(aten.mul.Tensor, out, read.scale)
+    out = emit.times(out, read.scale)
     for product in read.extra_terms:
         out = emit.call(aten.add.Tensor, out, _contracted(emit, *product, read.summed, target, shape))
     # The contraction's own axes, less those of size one.
@@ -182,7 +181,7 @@ def _contracted(
         parts.insert(0, emit.call(aten.sum.dim_IntList, lay(emit, along, [*target, n], shape, 1.0, dense=False), [-1]))
     total = emit.combined(aten.mul.Tensor, parts)  # a summand is a tensor, and so has a factor
     scale *= 1.0 if along else shape[n]
-    return total if scale == 1.0 else emit.call(aten.mul.Tensor, total, scale)
+    return emit.times(total, scale)
 
 
 def _next(emit: Builder, queries: Node) -> Node:
@@ -321,14 +320,14 @@ def _log_decay(
 def _fades_near_one(decay: Node) -> bool:
     """Tell whether the derivative of a decay is as small as what is missing to one."""
     inner = unalias(decay)
-    return inner.target is aten.sigmoid.default or (inner.target is aten.exp.default and fades(arg(inner, 0)))
+    return inner.target is aten.sigmoid.default or ((read := power(inner)) is not None and fades(read[0]))
 
 
 def logarithm(emit: Builder, term: Placed) -> Node:
     """Return the logarithm of a factor: of zero minus infinity, and none below that of the smallest normal number."""
     inner = unalias(term.node)
-    if inner.target is aten.exp.default and value(inner).dim() == len(term.state_axes):
-        return arg(inner, 0)
+    if (read := power(inner)) is not None and value(inner).dim() == len(term.state_axes):
+        return emit.times(*read)
     tiny = torch.finfo(value(term.node).dtype).tiny
     log = emit.call(aten.log.default, emit.call(aten.clamp_min.default, term.node, tiny))
     never = emit.full(-inf, term.node)
@@ -376,7 +375,5 @@ def lay(
         laid.append(emit.reshape(x, own))
     if not laid:
         return None if like is None else emit.full(scale, like, sizes)
-    total = emit.combined(aten.mul.Tensor, laid)
-    if scale != 1.0:
-        total = emit.call(aten.mul.Tensor, total, scale)
+    total = emit.times(emit.combined(aten.mul.Tensor, laid), scale)
     return emit.expand(total, sizes) if dense else total

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import arg, value
+from ..ir.fx import power, value
 from ..ir.sinking import sliced_early
 from .readout import Placed, Readout, terms
 from .signs import sign
@@ -122,9 +122,10 @@ class Facts:
     def _exponent(self, term: Placed) -> Factors | None:
         """Read a factor as the exponential of a product."""
         inner = unalias(term.node)
-        if inner.target is not aten.exp.default or value(inner).dim() != len(term.state_axes):
+        if (read := power(inner)) is None or value(inner).dim() != len(term.state_axes):
             return None
-        return Factors(*terms(self.emit, arg(inner, 0), term.state_axes))
+        number, factors = terms(self.emit, read[0], term.state_axes)
+        return Factors(number * read[1], factors)
 
     @cached_property
     def keys(self) -> list[Placed]:

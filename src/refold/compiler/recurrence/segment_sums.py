@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from ..ir.builder import extract, is_constant
 from ..ir.evaluate import evaluate
-from ..ir.fx import arg, is_tensor, same, sum_dims, value
+from ..ir.fx import arg, is_tensor, power, same, sum_dims, value
 from ..ir.index import Factor, Product, expand, index
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..ir.views import is_view
@@ -51,14 +51,14 @@ class Segments:
 
 
 def decay(node: Node) -> Segments | None:
-    """Read a value as the exponential of a segment sum."""
-    if node.target is aten.exp.default:
-        return segments(arg(node, 0))
+    """Read a value as the exponential of a segment sum, or another power that grows with it."""
+    if (read := power(node)) is not None and read[1] > 0 and (sums := segments(read[0])) is not None:
+        return replace(sums, source=replace(sums.source, scale=sums.source.scale * read[1]))
     if node.target is aten.where.self and (split := _filled(node, 0.0)) is not None:
         kept, keep_true = split
         inner = index(kept, top=False)
         (factor,) = inner.factors if len(inner.factors) == 1 else (None,)
-        if factor is None or factor.pending or inner.scale != 1.0 or factor.node.target is not aten.exp.default:
+        if factor is None or factor.pending or inner.scale != 1.0:
             return None
         found = decay(factor.node)
         if found is None or not unify_all(found.labels, factor.labels):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.fx import CASTS, arg, log_of_base, value
+from ..ir.fx import CASTS, arg, power, value
 from ..ir.moves import Cat, Copy, Expand, Flip, Moved, Pad, Permute, Rules, Slice, View, Write, read
 from ..ir.views import is_view
 from .segment_sums import constant_value
@@ -73,7 +73,7 @@ def fades(x: Any) -> bool:
     if x.op != "call_function":
         return False
     parts = [part for part in x.args if isinstance(part, Node)]
-    if x.target in _FADING or log_of_base(x) is not None or _is_log_sigmoid(x):
+    if x.target in _FADING or power(x) or _is_log_sigmoid(x):
         return True
     if x.target in _CLAMPS:  # where it is clamped, the derivative is zero
         return len(parts) == 1 and fades(parts[0])
@@ -96,8 +96,8 @@ def _is_log_sigmoid(x: Node) -> bool:
     least, rest = x.args
     if least.target is not aten.minimum.default or rest.target is not aten.log1p.default:  # type: ignore[union-attr]
         return False
-    power: Any = rest.args[0]  # type: ignore[union-attr]
-    negative = power.target is aten.exp.default and power.args[0].target is aten.neg.default and power.args[0].args[0]
+    inner: Any = rest.args[0]  # type: ignore[union-attr]
+    negative = inner.target is aten.exp.default and inner.args[0].target is aten.neg.default and inner.args[0].args[0]
     magnitude = negative and negative.target is aten.abs.default and negative.args[0]
     return bool(magnitude) and magnitude in least.args  # type: ignore[union-attr]
 

@@ -44,6 +44,11 @@ def test_spellings(rewritten, name, final):
     check(rewritten(listing if final else lambda *args: listing(*args)[0], *inputs()), 1 + final)
 
 
+def test_powers_of_two(rewritten, monkeypatch):
+    monkeypatch.setattr(torch, "exp", torch.exp2)
+    check(rewritten(Listing(), *inputs()), 2)
+
+
 def test_initial_state(rewritten):
     check(rewritten(Listing(), *inputs(), torch.randn(BATCH, HEADS, CHANNELS, STATES)), 2)
 

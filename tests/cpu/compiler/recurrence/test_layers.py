@@ -95,6 +95,7 @@ DECAYS = {
     "no exponential": (selective(lambda f, A: torch.sigmoid(f)), "selective_scan"),  # as in xLSTM and HGRN2
     "all channels alike": (selective(lambda f, A: torch.sigmoid(f[:, :1])), "ssd"),  # by its logarithm
     "all alike, of any sign": (selective(lambda f, A: torch.tanh(f[:, :1])), "ssd"),
+    "powers of two, all alike": (selective(lambda f, A: 2 ** f[:, :1]), "ssd"),
     "0.9": (selective(lambda f, A: 0.9), "ssd"),  # numbers, as a toy RetNet has them
     "1.0": (selective(lambda f, A: 1.0), "ssd"),
     "1.1": (selective(lambda f, A: 1.1), "ssd"),
