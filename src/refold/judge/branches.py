@@ -25,6 +25,7 @@ from .messages import Description
 from .program import Program
 
 _SPARE = 4  # places for each mark
+_LONGEST = 40_000  # expressions and statements of a source, for which marks take some ten seconds
 _MAIN = "__name__ == '__main__'"
 _MAKERS = {"ones", "zeros", "full", "empty"}  # of masks that are the same everywhere, which decide nothing
 _VALUE = ("was never true", "was never false")
@@ -135,10 +136,13 @@ def marked(program: Program, name: str, given: int, train: bool, seed: int) -> B
     rng = random.Random(seed)
     try:
         tree = ast.parse(program.text)
+        size = sum(isinstance(node, (ast.expr, ast.stmt)) for node in ast.walk(tree))
+        if size > _LONGEST:
+            raise Misbehaved("C7", f"it has {size} expressions and statements; marks are put into at most {_LONGEST}")
         main = [n for n in tree.body if isinstance(n, ast.If) and _MAIN in ast.unparse(n.test) and not n.orelse]
         own = reachable([node for node in tree.body if node.lineno <= last and node not in main], attribute)
         facts = Excuses(copy.deepcopy(ast.Module(own, [])), attribute, given, train)
-        room = 4 * _SPARE * (1 + sum(isinstance(node, (ast.expr, ast.stmt)) for node in ast.walk(tree)))
+        room = 4 * _SPARE * (1 + size)
         recorder = f"__refold_{rng.getrandbits(64):x}__"
         marker = _Marker(facts, rng.sample(range(room), room // _SPARE), recorder)
         barred = _Barred(facts, marker.barred)
@@ -280,8 +284,11 @@ class _Blocks(ast.NodeTransformer):
     def _all(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """Visit statements; what follows a loop, or waits for a generator to be asked again, is a block of its own."""
         found, outer = list[ast.stmt](), self._ends
+        ends = [self._facts.raises(body[-1:])]  # for each, what follows it
+        for statement in reversed(body[1:-1]):
+            ends.insert(0, ends[0] and self._facts.only_asks([statement]))
         for at, statement in enumerate(body, 1):
-            self._ends = self._facts.raises(body[at:]) if body[at:] else outer
+            self._ends = ends[at - 1] if body[at:] else outer
             waits = isinstance(statement, _LOOPS) or any(isinstance(n, _WAITS) for n in ast.walk(statement))
             found.append(self.visit(statement))
             if body[at:] and waits:

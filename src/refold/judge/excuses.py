@@ -62,6 +62,7 @@ _TRAINING = re.compile(r"(\w+\.)+training")
 # What only something of torch may be asked for, if that excuses anything.
 PLACES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_floating_point", "is_complex", "training"}
 MADE = "if it is made with other arguments"
+_OFTEN = 24  # what is set more often is not known
 _BY_NAME = 1 << 16  # the place of what is given by its name alone
 Function = Any  # of ast: FunctionDef or AsyncFunctionDef; or none
 Values = dict[str, list[tuple[ast.expr | None, tuple[int, int], int, int]]]
@@ -142,6 +143,9 @@ class Excuses:
         self._dynamic = bool(_DYNAMIC & set(self.names) or _ANSWERS & self._members.keys())
         self.looks_up = _looks_up(tree)
         self._guards, self._conditions = _guards(tree), _conditions(tree)
+        exits = [f for f in self.functions.values() if f.name in ("__exit__", "__aexit__")]
+        self._forgets = any(isinstance(n, ast.Return) and n.value and ast.unparse(n.value) not in ("None", "False")
+                            for f in exits for n in ast.walk(f))  # errors, in a manager of its own  # fmt: skip
 
     def _walk(self, node: ast.AST, at: Scope) -> None:
         for child in ast.iter_child_nodes(node):
@@ -253,11 +257,8 @@ class Excuses:
 
     def swallows(self, node: Any) -> bool:
         """Say whether a with statement may keep an error from going on."""
-        exits = [f for f in self.functions.values() if f.name in ("__exit__", "__aexit__")]
-        own = any(isinstance(n, ast.Return) and n.value and ast.unparse(n.value) not in ("None", "False")
-                  for f in exits for n in ast.walk(f))  # fmt: skip
         foreign = {self._package(_callee(item.context_expr)) for item in node.items} & {"", "contextlib"}
-        return bool(foreign) and bool(own or self.looks_up or _SWALLOWS & (set(self.names) | self._defined))
+        return bool(foreign) and bool(self._forgets or self.looks_up or _SWALLOWS & (set(self.names) | self._defined))
 
     def raises(self, body: list[ast.stmt]) -> bool:
         """Say whether a block ends the call by an error, and does nothing else."""
@@ -359,7 +360,8 @@ class Excuses:
         """List what a function may have set a name to before it comes to an expression; None if not plainly."""
         at, row = (leaf.lineno, leaf.col_offset), leaf.lineno
         found = {} if function is None else _values(function)
-        return [v for v, end, first, last in found.get(name, ()) if end <= at or first <= row <= last]
+        set_to = [v for v, end, first, last in found.get(name, ()) if end <= at or first <= row <= last]
+        return set_to if len(set_to) <= _OFTEN else [None]
 
     def only_decides(self, node: ast.Assign) -> bool:
         """Say whether what is set here is read as the condition of blocks and nowhere else.

@@ -25,7 +25,7 @@ _TORCHS = ("/Meta", "/FuncTorchBatched", "/FuncTorchBatchedDecomposition")  # wh
 # Functions of torch's core that tell a switch; not those of what it counts, of devices, or that warn.
 _TELLS = re.compile(r"_?(jit_)?((get|is|are)_\w+|\w+_enabled)")
 _NO_SWITCH = re.compile(
-    r"set_|cuda|xpu|mps|mtia|current|mobile|buffer|schema|upgrade|version|stat|caught|ipu|xla|nvfuser|float32"
+    r"set_|cuda|xpu|mps|mtia|current|mobile|buffer|schema|upgrade|version|stat|caught|ipu|xla|nvfuser"
     r"|autocast_[cg]pu|thread_name|tracing|available"
 )
 

@@ -346,7 +346,6 @@ def _settings() -> dict[str, str]:
     switches = ((name, operator.attrgetter(name)(torch)) for name in _SWITCHES.split())
     values: dict[str, Any] = {f"torch.{name}": value() if callable(value) else value for name, value in switches}
     values |= {
-        "matmul precision": _precision(),
         # That none is set means the same, unless one is set for all.
         "precision of backends": [str(getattr(at, "fp32_precision", "")).replace("none", "ieee") for at in _BACKENDS],
         "autocast": [(torch.is_autocast_enabled(at), torch.get_autocast_dtype(at)) for at in ("cpu", "cuda")],
@@ -375,13 +374,6 @@ def _settings() -> dict[str, str]:
         "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
     }
     return {name: str(value) for name, value in values.items()}
-
-
-def _precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # it has been set for some backends by other names
-        return "of each backend its own"
 
 
 def _arithmetic() -> tuple[bool, int, int]:

@@ -1,6 +1,7 @@
 """What marks in a source tell of a run, and what need not have run."""
 
 import marshal
+import time
 import traceback
 
 import pytest
@@ -332,6 +333,25 @@ def test_what_is_nested_too_deeply_is_refused_and_is_python():
     assert source(text, attribute="f").text == text
     with pytest.raises(Misbehaved, match="nested too deeply") as error:
         told(text)
+    assert error.value.check == "C7"
+
+
+LONG = {
+    "def f(x):\n    a = None\n{}    return x\n": "    a = x.dim() if a is None else a\n",
+    "class M:\n    def __exit__(self, *a): return None\n{}def f(x): return x\n": (
+        "    def __exit__(self, *a):\n        with self: return None\n"
+    ),
+    "def f(x):\n{}    raise ValueError(x)\n": "    y = x.dim(), x.dim(), x.dim()\n",
+}
+
+
+@pytest.mark.parametrize("text", LONG)
+def test_what_is_long_is_marked_in_time_or_refused(text):
+    start = time.process_time()
+    told(text.format(500 * LONG[text]))
+    assert time.process_time() - start < 20
+    with pytest.raises(Misbehaved, match="at most") as error:
+        told(text.format(20_000 * LONG[text]))
     assert error.value.check == "C7"
 
 
