@@ -169,7 +169,7 @@ def check_zero_decay(problem: Problem, backend: str, frame: Frame) -> None:
 
 
 def check_surroundings(problem: Problem, backend: str, frame: Frame) -> None:
-    """Autocast and default dtypes around a call change no bit: the dtypes of arguments decide."""
+    """Autocast and defaults of dtype and device around a call change no bit: the arguments decide."""
     function, arrays = _function(problem, backend), _arrays(problem, frame)
     cotangents = [np.ones(truth.shape) for truth in problem.reference()]
 

@@ -96,7 +96,7 @@ class TorchFrame:
             yield
 
     def surroundings(self) -> list[tuple[str, AbstractContextManager[Any]]]:
-        """Return autocast and default dtypes."""
+        """Return autocast, another default device, and default dtypes."""
         import torch
 
         @contextmanager
@@ -111,6 +111,7 @@ class TorchFrame:
         found: list[tuple[str, AbstractContextManager[Any]]] = [
             (f"default dtype {dtype}", default(dtype)) for dtype in (torch.float64, torch.bfloat16)
         ]
+        found.append(("default device meta", torch.device("meta")))
         return [*found, ("autocast", torch.autocast(self.device, torch.bfloat16))]
 
 
