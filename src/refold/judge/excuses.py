@@ -132,7 +132,6 @@ class Excuses:
         self.functions: dict[int, Function] = {}  # by their lines, as they are before marks are put in
         self._known: dict[tuple[Any, ...], Any] = {}  # what was asked before
         self._body = tree.body
-        self._arguments: set[str] = set()  # names of arguments, of errors and in cases
         self._members: dict[str, set[str]] = {}  # what bodies of classes define, and which do
         self._caught: list[str] = []
         self.from_text: list[int] = []
@@ -151,7 +150,7 @@ class Excuses:
         for child in ast.iter_child_nodes(node):
             inner = at
             if isinstance(child, (ast.arg, ast.ExceptHandler, ast.pattern)):
-                self._arguments |= {str(vars(child).get(name)) for name in ("arg", "name", "rest")}
+                self._bound.update({str(vars(child).get(name)) for name in ("arg", "name", "rest")})
             if isinstance(child, DEFINES[:2]):
                 self.functions[child.lineno] = child
                 inner = at._replace(function=child)
@@ -494,7 +493,7 @@ class Excuses:
         """Say whether one statement of a body sets a name, to a fixed value, and nothing sets it otherwise."""
         set_here = [n.value for n in body if isinstance(n, (ast.Assign, ast.AnnAssign)) and name in map(
             ast.unparse, n.targets if isinstance(n, ast.Assign) else [n.target])]  # fmt: skip
-        once = self._bound[name] == 1 and not self._changed(name) and name not in self._arguments
+        once = self._bound[name] == 1 and not self._changed(name)
         return once and all(v is not None and self._fixed(v) for v in set_here or [None])
 
     def _hidden(self, name: str) -> bool:
@@ -509,7 +508,7 @@ class Excuses:
     def _makes_again(self) -> bool:
         """Whether what makes an object may do so with one that was made before."""
         made = [call for call, *_ in self._calls.get("__init__", ()) if _callee(call).startswith("super(")]
-        return bool(self._bound["self"]) or self.names["__init__"] > len(made)
+        return "self" in self._made or self.names["__init__"] > len(made)
 
     def _is_record(self, name: str) -> bool:
         """Say whether a class of this file, a NamedTuple or a dataclass, has fields alone, which nothing sets."""

@@ -238,6 +238,9 @@ OTHERS = {
     "import os\nDEBUG = os.environ.get('DEBUG') == '1'\nif DEBUG: print('debugging')": [],
     "import logging\nlog = logging.getLogger('x')\nif log.isEnabledFor(10): log.debug('at %s', f)": [],
     "import logging\nlog = logging.getLogger('x')\nlog = f\nif f is None: log.debug('at %s', f)": ["never ran"],
+    "class Way: wide = 0\ndef g(x, Way): return 2 * x if Way.wide else x\nz = g(3, type('', (), dict(wide=0)))": [
+        "never ran",
+    ],
     "class warnings: warn = f\nif f is None: warnings.warn('odd')": ["never ran"],
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING: import json": [],
     "from os import name as TYPE_CHECKING\nif not TYPE_CHECKING: import json": ["never ran"],
