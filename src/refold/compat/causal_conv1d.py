@@ -22,7 +22,7 @@ from refold.ops.spec import check_cu_seqlens_values
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 
 
-@tensors()
+@tensors(x=(3,))
 def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
     initial_states: Tensor | None = None, return_final_states: bool = False, final_states_out: Tensor | None = None,
@@ -52,7 +52,7 @@ def causal_conv1d_fn(
     fused = _silu(op, activation)
     if final_states_out is not None and not return_final_states:
         raise ArgumentError(f"{op}: final_states_out needs return_final_states=True; got False.")
-    tokens = _time_second(op, x)
+    tokens = x.mT
     if final_states_out is not None and initial_states is not None:
         initial_states = to_read(initial_states)  # they may be one
     if seq_idx is None:
@@ -69,7 +69,7 @@ def causal_conv1d_fn(
     return out, into(op, final_states_out, states, "final_states_out")
 
 
-@tensors(conv_state=(3,), weight=(2,))
+@tensors(x=(2, 3), conv_state=(3,), weight=(2,))
 def causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
     cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None, *, pad_slot_id: int = -1,
@@ -100,9 +100,9 @@ def causal_conv1d_update(
     """
     op = "causal_conv1d_update"
     fused, width = _silu(op, activation), weight.shape[-1]
-    tokens = _time_second(op, x[..., None] if x.ndim == 2 else x)
+    tokens = (x[..., None] if x.ndim == 2 else x).mT
     length = conv_state.shape[-1]
-    if conv_state.ndim != 3 or length < width - 1:
+    if length < width - 1:
         raise ShapeError(
             f"{op}: conv_state must be (b, d, s) with s >= {width - 1}, one less than the width of weight; got "
             f"{tuple(conv_state.shape)}."
@@ -179,9 +179,3 @@ def _silu(op: str, activation: str | None) -> str | None:
     if activation not in (None, "silu", "swish"):
         raise ArgumentError(f"{op}: activation must be None, 'silu' or 'swish'; got {activation!r}.")
     return None if activation is None else "silu"
-
-
-def _time_second(op: str, x: Tensor) -> Tensor:
-    if x.ndim != 3:
-        raise ShapeError(f"{op}: x must be (b, d, t); got shape {tuple(x.shape)}.")
-    return x.mT

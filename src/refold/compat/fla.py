@@ -112,7 +112,7 @@ def fused_recurrent_gated_delta_rule(
     )  # fmt: skip
 
 
-@tensors()
+@tensors(g=(4,), beta=(3,))
 def chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
@@ -144,7 +144,7 @@ def chunk_kda(
     )  # fmt: skip
 
 
-@tensors()
+@tensors(g=(4,), beta=(3,))
 def fused_recurrent_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
@@ -164,7 +164,7 @@ def fused_recurrent_kda(
     )  # fmt: skip
 
 
-@tensors()
+@tensors(g=(4,))
 def chunk_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
@@ -174,8 +174,6 @@ def chunk_gla(
 
     The other arguments and the results are those of `chunk_gated_delta_rule`.
     """
-    if g.ndim != 4:
-        raise ArgumentError(f"chunk_gla: g must have the axes (b, t, h, n); got shape {tuple(g.shape)}. Reshape g.")
     return _run(
         q, k, v, state_v_first, output_final_state, initial_state, g=g, scale=scale, cu_seqlens=cu_seqlens, erase=False
     )
@@ -227,12 +225,6 @@ def _kda(
     use_sigmoid: bool, allow_neg_eigval: bool, lower_bound: float | None, v_first: bool, cu_seqlens: Tensor | None,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    if g.ndim != 4:
-        raise ArgumentError(f"{op}: g must have the axes (b, t, h, n); got shape {tuple(g.shape)}. Reshape g.")
-    if beta.ndim != 3:
-        raise ArgumentError(
-            f"{op}: beta must have the axes (b, t, h); got shape {tuple(beta.shape)}. Pass one per head."
-        )
     bound = lower_bound if use_gate else None
     if dt_bias is not None and dt_bias.numel() == g.shape[2] * g.shape[3]:
         dt_bias = dt_bias.reshape(g.shape[2:])

@@ -186,7 +186,7 @@ def mamba_split_conv1d_scan_combined(
     return (out, final) if return_final_states else out
 
 
-@tensors(delta=(3,), z=(3,), A=(2,))
+@tensors(u=(3,), delta=(3,), z=(3,), A=(2,))
 def selective_scan_fn(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
     delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False,
@@ -213,8 +213,6 @@ def selective_scan_fn(
         ShapeError: Axes disagree.
     """
     op = "selective_scan_fn"
-    if u.ndim != 3:
-        raise ShapeError(f"{op}: u must be (b, d, t); got shape {tuple(u.shape)}.")
     y, state = ops.selective_scan(
         u.mT, delta.mT, A, *_alike(_projection(op, "B", B, u), _projection(op, "C", C, u), u.shape[1]), D=D,
         z=None if z is None else z.mT, dt_bias=delta_bias, dt_softplus=bool(delta_softplus),

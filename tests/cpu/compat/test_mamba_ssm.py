@@ -147,7 +147,7 @@ def test_selective_scan_fn(layout, every):
     assert channels_last.stride(1) == 1
     with pytest.raises(DtypeError, match=r"A must be dense, and float32.*; got torch\.complex128"):
         selective_scan_fn(u, delta, A + 1j, B, C)
-    with pytest.raises(ShapeError, match=r"u must be \(b, d, t\)"):
+    with pytest.raises(ShapeError, match="u must have 3 axes"):
         selective_scan_fn(u[0], delta, A, B, C)
     with pytest.raises(ShapeError, match=r"B must be \(d, n\) with d=12"):
         selective_scan_fn(u, delta, A, B=torch.ones(3, n), C=C)
@@ -187,7 +187,7 @@ def test_causal_conv1d_fn_padding_and_refusals():
         causal_conv1d_fn(x, weight, activation="gelu")
     with pytest.raises(ArgumentError, match="final_states_out needs return_final_states=True"):
         causal_conv1d_fn(x, weight, final_states_out=x)
-    with pytest.raises(ShapeError, match=r"x must be \(b, d, t\)"):
+    with pytest.raises(ShapeError, match="x must have 3 axes"):
         causal_conv1d_fn(x[0], weight)
 
 
