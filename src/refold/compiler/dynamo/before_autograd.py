@@ -44,7 +44,7 @@ from ..recurrence.prefix import FEWEST_LEVELS, levels
 from ..refusals import Refusal, refused
 from .associative_scan import Neighbours
 from .body import differentiable
-from .mutation import is_autograd_function, storages, writers, writes, written
+from .mutation import changed_in_place, is_autograd_function, storages, writers, writes, written
 from .one_call import run_alone
 from .to_aten import environment, to_aten, twin
 
@@ -180,6 +180,7 @@ class BeforeAutograd:
         self.rewrites: list[Rewrite] = []
         self.refused: dict[str, Refusal] = {}
         self.notes: list[str] = []
+        self._ends = _name_ends(gm)
         self._memory = {node: storages(node) for node in gm.graph.nodes}
         self._writers = writers(gm, cautious=True)  # to each of these memories
         self._maker: dict[Any, Node] = {}  # of each of these memories
@@ -271,6 +272,10 @@ class BeforeAutograd:
             return Refusal("no-place", "its result has no name in the code")
         if (_ENTER is None or _EXIT is None) and any(map(_autocasts, roots)):
             return because("mode", "{} is under autocast, which this PyTorch cannot leave in a graph", roots[0])
+        shared = {place for root in roots for place in self._memory[root]}
+        for x in self.gm.graph.output_node().all_input_nodes:
+            if self._memory[x] & shared and x not in downstream(*roots):
+                return because("no-place", "its result shares memory with {}", x)
         for x in inputs:
             if any(self._order[x] > self._order[root] for root in roots):
                 return because("no-place", "a result is read before its input {} is computed", x)
@@ -366,6 +371,9 @@ class BeforeAutograd:
             with self.gm.graph.inserting_before(root), _without_autocast(root):
                 found = _copied(new, self.gm.graph, copies)
             root.replace_all_uses_with(found)
+        for node in self._ends:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            self.gm.graph.erase_node(node)
         self._drop_unseen_loops()
         differentiable(self.gm.graph)
         self.gm.graph.lint()
@@ -426,6 +434,23 @@ class BeforeAutograd:
             traced = self._traced[node.name]
             return self._values.get(traced, traced.meta["val"])
         return evaluated(node, {x: self._laid_out(x) for x in node.all_input_nodes})
+
+
+def _name_ends(gm: GraphModule) -> list[Node]:
+    """Give each buffer that is written and returned a node after all writes, which can be replaced."""
+    output, changed = gm.graph.output_node(), changed_in_place(gm, cautious=True)
+    ends = list[Node]()
+    for node in output.all_input_nodes:
+        if (
+            node.op.startswith("call")
+            and isinstance(node.meta.get("example_value"), torch.Tensor)
+            and storages(node) & changed
+        ):
+            with gm.graph.inserting_before(output):
+                ends.append(gm.graph.call_function(aten.alias.default, (node,)))
+            ends[-1].meta = dict(node.meta)
+            output.replace_input_with(node, ends[-1])
+    return ends
 
 
 def _operators(gm: GraphModule) -> set[str]:

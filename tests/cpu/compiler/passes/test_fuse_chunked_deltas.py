@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import refold
+from cpu.compiler.beside_float64 import errors
 from refold.compiler.dynamo import before_autograd, captures_loops
 from refold.compiler.dynamo.capture.trace import SHORTEST
 from refold.compiler.ir.captured_loop import captured_loops
@@ -14,7 +15,7 @@ from refold.compiler.validate.region import validate_region
 from refold.verify.numerics import unit_roundoff
 from support.chunked_deltas import CHUNK, chunked, inputs
 from support.products import few
-from support.scans import Described, names, operators
+from support.scans import Described, names, operators, spliced
 
 pytestmark = pytest.mark.rows(16)
 
@@ -98,6 +99,29 @@ def test_powers_and_a_shorter_last_chunk(around_loops, each, power, tokens, writ
     found, error = around_loops(lambda *xs: attention(*xs, power=POWERS[power], written=written), given)
     assert names(found.rewrites) == ["delta_rule"] * 2
     assert error < 1e-5
+
+
+@pytest.mark.parametrize("viewed", ["before", "after", "merged"])
+def test_a_buffer_that_is_returned_with_a_view(viewed):
+    """Results share memory as before: a view that merges chunks is not replaced alone."""
+
+    def fn(q, k, v):
+        out = torch.zeros_like(v.unflatten(2, (-1, CHUNK)) if viewed == "merged" else v)
+        q, k, v = (x.unflatten(2, (-1, CHUNK)) for x in (q, k, v))
+        state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+        first = out[:, :, 0]
+        for i in range(q.shape[2]):
+            at = i if viewed == "merged" else slice(i * CHUNK, i * CHUNK + CHUNK)
+            out[:, :, at] = (q[:, :, i] @ k[:, :, i].mT).tril() @ v[:, :, i] + q[:, :, i] @ state
+            state = state + k[:, :, i].mT @ v[:, :, i]
+        return out, {"before": first, "after": out[:, :, 0], "merged": out.flatten(2, 3)}[viewed]
+
+    run, seen = spliced(fn, "training")
+    given = [x.transpose(1, 2) for x in inputs(3 * CHUNK)[:3]]
+    assert max(errors(run, fn, given, True)) < 1e-5
+    assert names(seen.rewrites) == ([] if viewed == "merged" else ["delta_rule"])
+    y, view = run(*(x.clone().requires_grad_() for x in given))
+    assert y.data_ptr() == view.data_ptr()
 
 
 def test_strengths_of_what_is_read_alone(rewritten):
