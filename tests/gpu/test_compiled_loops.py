@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 CHUNKS, KEYED = "linear_scan over chunks", "delta_rule"
 TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 LOOPS = {
-    "recurrence.test_readout": {"bonus": KEYED, "by_products": KEYED, "plain": KEYED, "one_decay_a_head": "ssd",
-                         "output_first": "selective_scan"},
+    "recurrence.test_readout": {"bonus": KEYED, "by_products": KEYED, "one_decay_a_head": "ssd",
+                                "output_first": "selective_scan"},
     "recurrence.test_gated": {"attention": KEYED, "attention_with_roots": KEYED},
     "passes.test_contract_scans": {"retention": "ssd", "read_first": "ssd", "loop": "selective_scan"},
     "recurrence.test_lti_chunks": {"s4d": CHUNKS, "signed": CHUNKS, "one_system": CHUNKS},

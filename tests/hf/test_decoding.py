@@ -418,6 +418,30 @@ def test_a_norm_is_what_its_class_computes(fused):
 
 
 @here
+def test_logits_of_words_whose_number_is_odd(fused, monkeypatch):
+    """One token a row only; with gradients and for whole prompts the class's own forward runs."""
+    from refold.models.torch import kernels
+
+    calls, own = [], kernels.project
+    monkeypatch.setattr(kernels, "project", lambda *args, **given: (calls.append(1), own(*args, **given))[1])
+    model = make("falcon_h1").to(DEVICE)
+    summary = refold.accelerate(model)
+    assert list(summary.last) == ["lm_head"]
+    x = torch.randn(2, 5, model.lm_head.in_features, device=DEVICE)
+    for rows, tokens in ((2, 5), (1, 1)):
+        with torch.no_grad():
+            found = model.lm_head(x[:rows, :tokens])
+            torch.testing.assert_close(found, x[:rows, :tokens] @ model.lm_head.weight.T, rtol=1e-5, atol=1e-5)
+        assert len(calls) == (tokens == 1)
+    assert torch.equal(copy.deepcopy(model).lm_head.weight, model.lm_head.weight)
+    model.lm_head(x[:1, :1].requires_grad_()).sum().backward()
+    assert len(calls) == 1
+    summary.undo()
+    assert type(model.lm_head) is nn.Linear
+    assert not refold.accelerate(make("falcon_h1", vocab_size=96)).last
+
+
+@here
 def test_hooks_of_a_layer_run_and_its_kernels_too(fused):
     model, ids = prepared("mamba2", 1, torch.float32, SMALL)
     block, seen = model.backbone.layers[0], []

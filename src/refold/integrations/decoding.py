@@ -5,7 +5,7 @@ after them, and the steps of the scans. They read weights directly and write to 
 `ready` says when that gives what the ordinary forward would give; else that one runs.
 
 Several of these kernels may be under way at once, and each reads states before it waits for those before it. So
-between two tokens of one layer another kind of kernel must run. In a model, the embedding and the head are such.
+between two tokens of one layer another kind of kernel must run. In a model, the embedding is such.
 """
 
 from __future__ import annotations
@@ -126,6 +126,24 @@ def ready(
     if not plain(x, *(a for a, _ in shapes), self.conv1d.bias):
         return None
     return states if (x if norm is None else norm).dtype == dtype and x.dtype in DTYPES else None
+
+
+def is_head(module: Any) -> bool:
+    """Whether a module is the last product of a model, onto so many words that no row of logits begins aligned."""
+    return type(module) is nn.Linear and len(module.weight) % 8 != 0
+
+
+def head(self: Any, x: Tensor) -> Tensor:
+    """Forward of such a product ``x (b, 1, d)``: libraries take four times as long for it as to read its weights."""
+    fused = kernels(x) if quiet(x) and x.shape[1:-1] == (1,) else None
+    rows = x.reshape(-1, x.shape[-1])
+    if fused is None or not plain(x, self.weight, self.bias) or not fused.takes(rows, self.weight, None):
+        own: Tensor = original(self).forward(self, x)
+        return own
+    with torch.cuda.device_of(x):
+        logits = torch.empty(len(rows), len(self.weight), dtype=x.dtype, device=x.device)
+        fused.project(rows, self.weight, self.bias, None, 0.0, None, False, out=logits)
+        return logits[:, None]
 
 
 def plain(x: Tensor, *tensors: Tensor | None) -> bool:

@@ -80,6 +80,8 @@ class Acceleration:
         """Name of a recurrent module that runs as it did -> why."""
         self.norms: dict[str, str] = {}
         """Name of a norm -> what its forward was; on a GPU it is one launch where nothing needs a gradient."""
+        self.last: dict[str, str] = {}
+        """Name of a last product, onto words whose number is no multiple of 8 -> what its forward was."""
         self._changed: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._attention: list[tuple[Any, str]] = []
@@ -164,7 +166,7 @@ class Acceleration:
         lines = [f"refold.accelerate: {type(self.model).__name__}, transformers {_version()}"]
         if self.replaced and not self._changed:
             return f"{lines[0]}: undone, everything is as it was"
-        replaced = Counter([*self.replaced.values(), *self.norms.values()])
+        replaced = Counter([*self.replaced.values(), *self.norms.values(), *self.last.values()])
         lines += [f"  {count:4} x {kind} replaced" for kind, count in replaced.items()]
         for reason, count in Counter(self.kept.values()).items():
             first = next(path for path, why in self.kept.items() if why == reason)
@@ -256,6 +258,10 @@ def _change(done: Acceleration, graphs: bool) -> None:
             done._become(module, _block)
         elif graphs and around and _generates(module) and not _hidden(module):
             done._become(module, _generator)
+            last = module.get_output_embeddings()
+            if decoding.is_head(last) and not _hidden(last):
+                done.last[next(path for path, one in model.named_modules() if one is last)] = "Linear"
+                done._become(last, _head)
         models = [inner for inner in module.modules() if _inherits(inner, "PreTrainedModel")]
         innermost = around and models == [module]
         if not name or (around and _inherits(module, "PreTrainedModel")):
@@ -338,6 +344,12 @@ def _norm(kind: Any) -> type:
 
 
 @cache
+def _head(kind: Any) -> type:
+    """Return the subclass of a last product's class that is one launch where it can be."""
+    return _subclass(kind, {"forward": decoding.head}, maker="_head")
+
+
+@cache
 def _block(kind: Any) -> type:
     """Return the subclass of a block's class that carries documents to where its forward runs, now or again.
 
@@ -390,7 +402,6 @@ def _subclass(kind: type, members: dict[str, Any], name: str = "", maker: str = 
 
 
 def _renew(kind: Any, maker: str) -> Any:
-    """Make an empty layer, norm, block or model, for copies and pickles."""
-    makers: dict[str, Any] = {"_mixer": _mixer, "_norm": _norm, "_block": _block, "_generator": _generator}
-    ours = makers[maker](kind)
+    """Make an empty module of a class that ``maker`` gave, for copies and pickles."""
+    ours = globals()[maker](kind)
     return ours.__new__(ours)
