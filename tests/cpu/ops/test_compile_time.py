@@ -181,6 +181,18 @@ def test_a_kernel_that_does_not_compile_fails_at_its_launch(compiled):
     launch.compile_together(lambda x: wrong(0, x), [x])  # no mode of Triton's was left behind
 
 
+def test_whoever_ends_a_compile_is_heard(compiled, monkeypatch):
+    """Triton waits for each compile that began, and catches errors only."""
+
+    def ends(*known):
+        raise SystemExit("no more")
+
+    (kernel,) = launches(_double_kernel, 32)
+    monkeypatch.setattr(driver.active.utils, "load_binary", ends)
+    with pytest.raises(SystemExit, match="no more"):
+        launch.compile_together(lambda x: kernel(0, x, x), [torch.ones(32)])
+
+
 def test_a_kernel_that_does_not_load_fails_at_its_launch(compiled, monkeypatch):
     def fails(*known):
         raise RuntimeError("CUDA error: out of memory")

@@ -53,8 +53,7 @@ class _Compiles(Executor):
 
     Triton reads a kernel in Python. Threads that read together would take turns, and the longest would be read last.
     In Python 3.11 they may even fail: all threads share one count of how deep an ``ast`` is. So one reads at a time.
-    Triton 3.6 also has a C compiler write the launch of each kernel, for 0.3 seconds; that needs no more than its
-    arguments, and runs meanwhile.
+    What launches a kernel is written meanwhile: that needs no more than the kernel's arguments.
     """
 
     def __init__(self) -> None:
@@ -100,7 +99,7 @@ def _load(compile: Callable[[], Any], future: Future[Any], device: int | None, r
         # Triton loads a kernel when this is read. If that fails, the kernel is not fit for use, and not returned.
         getattr(kernel, "run", None)
         future.set_result(kernel)
-    except Exception as error:
+    except BaseException as error:  # whoever waits for the future would wait forever
         future.set_exception(error)
     finally:
         reads.set()  # which it may have had no need to

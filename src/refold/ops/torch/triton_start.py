@@ -2,7 +2,7 @@
 
 Triton names what it compiles by a hash of the files that compiled it, some 400 MB: 0.4 seconds. The hash is remembered
 from one process to the next. Sizes and times of the same files are read in three milliseconds, and say whether one has
-changed. Triton 3.6 also has a C compiler write what talks to the driver, for 0.3 seconds.
+changed. Triton 3.6 also has a C compiler write what talks to the driver, and each launch of a kernel: 0.3 seconds each.
 """
 
 from __future__ import annotations
