@@ -399,19 +399,18 @@ def test_a_layer_of_a_hybrid_within_a_graph(name, rows, dtype, planted, fused, m
 
 
 @here
-def test_a_norm_is_what_its_class_computes(fused):
+def test_a_part_is_what_its_class_computes(fused):
     for name in ("mamba2", "granitemoehybrid", "falcon_mamba"):
         model = make(name).to(DEVICE)
         summary = refold.accelerate(model)
-        assert summary.norms
-        for path in summary.norms:
-            norm = model.get_submodule(path)
-            x = torch.randn(2, 5, norm.weight.shape[0], device=DEVICE)
+        assert summary.parts
+        for part in map(model.get_submodule, summary.parts):
+            x = torch.randn(2, 5, part.weight.shape[-1], device=DEVICE)
             with torch.no_grad():
-                found, own = norm(x), parts.original(norm).forward(norm, x)
+                found, own = part(x), parts.original(part).forward(part, x)
             torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-6)
             x.requires_grad_()
-            norm(x).sum().backward()
+            part(x).sum().backward()
             assert x.grad is not None
         summary.undo()
         assert not any("Accelerated" in type(module).__name__ for module in model.modules())
@@ -426,7 +425,7 @@ def test_logits_of_words_whose_number_is_odd(fused, monkeypatch):
     monkeypatch.setattr(kernels, "project", lambda *args, **given: (calls.append(1), own(*args, **given))[1])
     model = make("falcon_h1").to(DEVICE)
     summary = refold.accelerate(model)
-    assert list(summary.last) == ["lm_head"]
+    assert summary.parts["lm_head"] == "Linear"
     x = torch.randn(2, 5, model.lm_head.in_features, device=DEVICE)
     for rows, tokens in ((2, 5), (1, 1)):
         with torch.no_grad():
@@ -438,7 +437,7 @@ def test_logits_of_words_whose_number_is_odd(fused, monkeypatch):
     assert len(calls) == 1
     summary.undo()
     assert type(model.lm_head) is nn.Linear
-    assert not refold.accelerate(make("falcon_h1", vocab_size=96)).last
+    assert "lm_head" not in refold.accelerate(make("falcon_h1", vocab_size=96)).parts
 
 
 @here

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import cache, partial
 from itertools import chain
 from types import MethodType
@@ -78,10 +78,11 @@ class Acceleration:
         """Name of a module -> what its forward was."""
         self.kept: dict[str, str] = {}
         """Name of a recurrent module that runs as it did -> why."""
-        self.norms: dict[str, str] = {}
-        """Name of a norm -> what its forward was; on a GPU it is one launch where nothing needs a gradient."""
-        self.last: dict[str, str] = {}
-        """Name of a last product, onto words whose number is no multiple of 8 -> what its forward was."""
+        self.parts: dict[str, str] = {}
+        """Name of a norm, or of a product onto words whose number is no multiple of 8 -> what its forward was.
+
+        On a GPU it is one launch where nothing needs a gradient.
+        """
         self._changed: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._attention: list[tuple[Any, str]] = []
@@ -166,7 +167,7 @@ class Acceleration:
         lines = [f"refold.accelerate: {type(self.model).__name__}, transformers {_version()}"]
         if self.replaced and not self._changed:
             return f"{lines[0]}: undone, everything is as it was"
-        replaced = Counter([*self.replaced.values(), *self.norms.values(), *self.last.values()])
+        replaced = Counter([*self.replaced.values(), *self.parts.values()])
         lines += [f"  {count:4} x {kind} replaced" for kind, count in replaced.items()]
         for reason, count in Counter(self.kept.values()).items():
             first = next(path for path, why in self.kept.items() if why == reason)
@@ -247,21 +248,19 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True,
 def _change(done: Acceleration, graphs: bool) -> None:
     """Give modules their classes and hooks."""
     model, positions, cut = done.model, done.positions, done.cut
+    generate: list[Any] = [module for module in model.modules() if graphs and _generates(module)]
+    last = {module.get_output_embeddings() for module in generate}
     for name, module in model.named_modules():
         around = any(path.startswith(f"{name}.") or not name for path in done.replaced)
         if name in done.replaced:
             done._become(module, _mixer)
-        elif parts.is_norm(module) and not _hidden(module) and not hasattr(module, "_refold_original"):
-            done.norms[name] = type(module).__name__
-            done._become(module, _norm)
+        elif (make := _part(module, last)) is not None:
+            done.parts[name] = type(module).__name__
+            done._become(module, make)
         elif (around or cut is not None) and _inherits(module, "GradientCheckpointingLayer") and not _hidden(module):
             done._become(module, _block)
         elif graphs and around and _generates(module) and not _hidden(module):
             done._become(module, _generator)
-            last = module.get_output_embeddings()
-            if decoding.is_head(last) and not _hidden(last):
-                done.last[next(path for path, one in model.named_modules() if one is last)] = "Linear"
-                done._become(last, _head)
         models = [inner for inner in module.modules() if _inherits(inner, "PreTrainedModel")]
         innermost = around and models == [module]
         if not name or (around and _inherits(module, "PreTrainedModel")):
@@ -270,6 +269,15 @@ def _change(done: Acceleration, graphs: bool) -> None:
         if innermost and cut is not None and any(hasattr(inner, "is_causal") for inner in module.modules()):
             done._attention.append((module, getattr(module.config, "_attn_implementation", "eager")))
             module.set_attn_implementation(ranks.registered())
+
+
+def _part(module: nn.Module, last: Set[nn.Module | None]) -> Callable[[Any], type] | None:
+    """Choose how to make the subclass of a norm or of a last product; None for any other module."""
+    if hasattr(module, "_refold_original") or _hidden(module):
+        return None
+    if parts.is_norm(module):
+        return _norm
+    return _head if module in last and decoding.is_head(module) else None
 
 
 def _kind(module: nn.Module) -> type | None:
