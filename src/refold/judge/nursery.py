@@ -116,7 +116,6 @@ class Nursery:
     def _born(self, text: str, name: str, room: int, path: Sequence[str], folder: Path, *, fresh: bool) -> Process:
         shared = Shared(room)
         channel, theirs = socket.socketpair()
-        guard, of_guard = socket.socketpair()
         request = {
             "folder": str(folder),  # the only one that it may write to
             "readable": [*_packages(), *path, torch.__path__[0], str(_ROOT), *_headers()],  # beside the system
@@ -129,15 +128,15 @@ class Nursery:
             "compiler": self._compiler,  # and whether that imports torch's compiler
             "environment": _private(folder, fresh=fresh),
         }
-        with theirs, of_guard:
-            handles = [theirs.fileno(), of_guard.fileno(), shared.handle]
+        with theirs:
+            handles = [theirs.fileno(), shared.handle]
             try:
                 socket.send_fds(self._started[1], [json.dumps(request).encode()], handles)
             except OSError as error:
                 raise Unjudgeable(f"the process that starts programs has ended ({error.strerror})") from error
             finally:
                 os.close(shared.handle)
-        process = Process(self, text, name, folder, shared, channel, guard)
+        process = Process(self, text, name, folder, shared, channel)
         self._processes.append(process)
         try:
             process.greet()

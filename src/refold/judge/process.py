@@ -137,12 +137,9 @@ class Process:
         most: The most bytes that results of a call may span together.
     """
 
-    def __init__(
-        self, home: Home, text: str, name: str, folder: Path, shared: Shared, channel: socket.socket,
-        guard: socket.socket,
-    ):  # fmt: skip
+    def __init__(self, home: Home, text: str, name: str, folder: Path, shared: Shared, channel: socket.socket):
         self._home, self._text, self._name = home, text, name
-        self.folder, self.shared, self.channel, self._guard = folder, shared, Channel(channel), guard
+        self.folder, self.shared, self.channel = folder, shared, Channel(channel)
         self.pid, self.family = 0, set[int]()
         self.active: list[str] = []
         self.unseen: list[str] = []
@@ -410,20 +407,6 @@ class Process:
         with self._alive():
             return data_bytes(kernel.read(f"{self.pid}/status"))
 
-    def births(self) -> int | None:
-        """Return the number that the next process of its namespace has, which counts all that were started there.
-
-        None if it has no namespace of its own. The process that asks the kernel for a number is not the program's.
-        """
-        if "pid namespace" not in self.active:
-            return None
-        try:
-            self._guard.settimeout(30.0)
-            self._guard.sendall(b"?")
-            return int.from_bytes(self._guard.recv(4), "little")
-        except OSError:
-            return None
-
     def wakes(self) -> str:
         """Say what will run by itself after some time. Threads of a GPU's driver do, so with one nothing is asked."""
         return kernel.wakes(self.pid) if self._home.device == "cpu" else ""
@@ -438,7 +421,6 @@ class Process:
         for pid in [self.pid, *kernel.descendants(self.pid)] if self.pid else ():
             kernel.kill(pid)
         self.channel.close()
-        self._guard.close()
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:

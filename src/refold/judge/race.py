@@ -15,7 +15,6 @@ from ..verify.contention import OTHERS, Usage, others, usage
 from ..verify.timing import ALPHA, BEST_OF, DELTA, SHORT_MS, median_bounds
 from . import inputs
 from .case import Case
-from .checks.costs import possible
 from .errors import Misbehaved, Unjudgeable
 from .messages import Description
 from .process import Process, Result
@@ -53,10 +52,9 @@ class Race:
         self._fresh: set[int] = set()  # and before which weights change
         self._processors = sorted(os.sched_getaffinity(0))
         self._width = min(self.docket.terms.threads, len(self._processors))
-        self._processor = [0.0, 0.0, 0.0]
+        self._given = [0.0, 0.0]  # seconds of timed calls, and how many of them waited
         self._before: tuple[Result, Result] | None = None
         self._modes, self._looked, self._calls = "", False, 0
-        self._births: int | None = None
 
     def _rival(self, stack: contextlib.ExitStack) -> tuple[Process, str]:
         """Return the faster of the original and the original compiled, each in a process without the candidate."""
@@ -91,7 +89,6 @@ class Race:
                 first = base if against != "eager" else fresh[0]
                 race = {**self.race(first, fresh[1], f"confirmation {turn + 1}"), "against": against}
                 self.docket.verdict.timing = race
-        possible(self.case, race["candidate_ms"])
         speed = f"{race['speedup']:.3f}x of {against} (at least {race['at_least']:.3f}x)"
         words = f"{speed} after {race['pairs']} pairs of calls"
         failure = "" if race["faster"] else f"not shown to be more than {DELTA:.0%} faster: {words}"
@@ -119,7 +116,7 @@ class Race:
         spent, patience = 0.0, time.perf_counter() + BUSY * self.docket.level.seconds
         share = ALPHA / self.docket.terms.tried / len(looks)
         pairs: list[list[tuple[Result, Result]]] = []
-        self._processor, self._before = [0.0, 0.0, 0.0], None
+        self._given, self._before = [0.0, 0.0], None
         logs: list[float] = []
         lower = upper = 0.0
         turns = range(1, looks[0] + 1)
@@ -127,7 +124,6 @@ class Race:
         self._fresh = set(order.sample(turns, len(turns) // 3))
         self._begin(base, candidate)
         began = self._usage(base, candidate)
-        self._births = candidate.births()
         done = -1  # the first pair warms both up, as all calls before it did
         for look in looks:
             # So many pairs are needed before all of them won could decide; what is slow gets the time for that.
@@ -143,7 +139,7 @@ class Race:
                 spent += sum(self._seconds(each) for sample in samples for each in sample)
                 if done > 0:
                     pairs.append(samples)
-            times = self._times(candidate, pairs)
+            times = self._times(pairs)
             logs = sorted(math.log(a / b) for a, b in zip(*times, strict=True))
             lower, upper = median_bounds(logs, share)
             if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
@@ -153,7 +149,7 @@ class Race:
             self.sides.write(process, places, self.sides.state)
         for process in (base, candidate):
             process.pin(set(self._processors))
-        used, given, waited = self._processor
+        given, waited = self._given
         elsewhere = others(self._usage(base, candidate) - began)
         clear = lower > math.log(CLEAR) or upper < -math.log(CLEAR)
         if self.docket.terms.threads > 1 and waited > WAITED * given and not elsewhere < OTHERS and not clear:
@@ -163,10 +159,6 @@ class Race:
                 f"processors{who}, and whether a program with several threads is faster cannot be told; try again, or "
                 "with one thread"
             )
-        processors = used / given if given else 0.0
-        most = 1.15 * self.docket.terms.threads + 0.02 / given
-        failure = f"it used {processors:.1f} processors during its calls, and was given {self.docket.terms.threads}"
-        self.docket.step("T1", failure if processors > most else "", processors=round(processors, 2))
         return {
             "name": name,
             "base_ms": statistics.median(times[0]) * 1e3,
@@ -201,24 +193,18 @@ class Race:
         found = usage()
         return replace(found, own=found.own + sum(sum(process.processor_time()) for process in processes))
 
-    def _times(self, candidate: Process, pairs: list[list[tuple[Result, Result]]]) -> list[list[float]]:
+    def _times(self, pairs: list[list[tuple[Result, Result]]]) -> list[list[float]]:
         """Return the seconds of both sides, of each sample the least.
 
         Work between calls that the original does not do either is the candidate's own, and so is spread over its calls.
         A process that the candidate started, and that has ended, is counted nowhere; it may have waited for that one.
+        So waiting counts in calls during which any program of this machine started one.
         """
-        before, now = self._births, candidate.births()
-        known = before is not None and now is not None
-        alone = before is not None and now == before + 1
-        if alone:
-            self._births = now
-
         extra = [y.outside - o.outside for samples in pairs for o, y in samples]
         between = max(0.0, statistics.fmean(extra) - BETWEEN_S) if extra else 0.0
 
         def own(y: Result) -> float:
-            trusted = alone if known else not y.started
-            return self._seconds(y if trusted else replace(y, waited=0.0)) + between
+            return self._seconds(replace(y, waited=0.0) if y.started else y) + between
 
         return [[min(self._seconds(o) for o, _ in samples) for samples in pairs],
                 [min(own(y) for _, y in samples) for samples in pairs]]  # fmt: skip
@@ -266,9 +252,8 @@ class Race:
         self._looked = self.docket.derived(*purpose, "look") % LOOKED_AT == 0
         if self._looked:
             self._look(base, candidate)
-        self._processor[0] += y.processor
-        self._processor[1] += y.seconds
-        self._processor[2] += max(each.waited / each.seconds for each in (o, y)) * y.seconds
+        self._given[0] += y.seconds
+        self._given[1] += max(each.waited / each.seconds for each in (o, y)) * y.seconds
         return replace(o, tensors=[], inputs_after=[]), replace(y, tensors=[], inputs_after=[])
 
     def _reweigh(self, purpose: tuple[object, ...]) -> None:

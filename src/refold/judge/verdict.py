@@ -52,10 +52,8 @@ CHECKS = {
     "C6": "it is right in other ways to call it, as under autocast, from another thread, or called again in between",
     "C7": "each block of its code ran in calls that were compared, or ends them by an error",
     "C8": "each truth value and each mask in its code was true and false there",
-    "T5": "it takes at least the time in which its inputs and results can be moved",
     "T6": "two processes with the original are equally fast (paranoid)",
     "T11": "how long it takes to be made, and what memory it keeps; a note only",
-    "T1": "it uses no more processors than it was given",
     "T7": "it is faster beyond noise",
 }
 # What an honest author should change, for each check that refuses.
@@ -93,8 +91,6 @@ ADVICE = {
     "C6": "depend on arguments and weights alone; keep nothing that a later call changes; or raise an exception",
     "C7": "remove these lines, or raise an error there: nothing is known of what never ran",
     "C8": "leave out what is always so, or raise an error where it is not so",
-    "T1": "use no more threads than torch.get_num_threads(), which is one at level quick",
-    "T5": "do the work in the call",
     "T7": "make it faster, or judge with --accept right",
 }
 GROSS = 0.01  # a relative error that no rounding makes

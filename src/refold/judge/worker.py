@@ -783,7 +783,7 @@ def _nursery(control: socket.socket) -> None:
     # Orphans of a candidate become children of this process, where the judge can count them.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
     while True:
-        message, handles, _, _ = socket.recv_fds(control, 1 << 16, 3)
+        message, handles, _, _ = socket.recv_fds(control, 1 << 16, 2)
         if not message:
             return
         request = SimpleNamespace(**json.loads(message))
@@ -794,13 +794,12 @@ def _nursery(control: socket.socket) -> None:
             private.warm_compiler()
         if os.fork() == 0:
             control.close()
-            channel, guard = (socket.socket(fileno=handle) for handle in handles[:2])
-            _born(request, channel, guard, handles[2], sandbox)
+            _born(request, socket.socket(fileno=handles[0]), handles[1], sandbox)
         for handle in handles:
             os.close(handle)
 
 
-def _born(request: Any, channel: socket.socket, guard: socket.socket, region: int, sandbox: Any) -> NoReturn:
+def _born(request: Any, channel: socket.socket, region: int, sandbox: Any) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     active: list[str] = []
@@ -814,18 +813,13 @@ def _born(request: Any, channel: socket.socket, guard: socket.socket, region: in
             os.write(started, b"1")
             channel.close()
             os.close(region)
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-            while guard.recv(1):  # until the judge is done with it
-                if os.fork() == 0:
-                    guard.sendall(os.getpid().to_bytes(4, "little"))
-                    os._exit(0)
+            os.waitpid(child, 0)
             os._exit(0)
         os.read(start, 1)
         os.close(start)
         os.close(started)
     else:
         send(channel, messages.to_json(os.getpid()))
-    guard.close()
     folder = Path(request.folder)
     os.environ.update(request.environment)
     tempfile.tempdir = None

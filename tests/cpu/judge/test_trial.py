@@ -16,7 +16,6 @@ import torch
 from refold.errors import ArgumentError, TargetError
 from refold.judge import Nursery, Terms, channel, decide, judge, kernel, process, race, replay, results, sides, source
 from refold.judge import sandbox as sandbox_of_judge
-from refold.judge.checks import costs
 from refold.judge.errors import Misbehaved
 from refold.judge.terms import LEVELS
 from refold.verify import numerics
@@ -133,21 +132,6 @@ def test_what_is_no_log_is_not_replayed(text, tmp_path):
     log.write_text(text)
     with pytest.raises(TargetError, match="not the whole log"):
         replay(log)
-
-
-def test_inputs_on_which_results_depend_must_be_read(nursery, monkeypatch):
-    """Of the first input two rows, of the second all; what is multiplied by zero is not read."""
-    monkeypatch.setattr(costs, "POSSIBLE", 1e9)  # it is asked only of what is too fast if all inputs must be read
-    threads = torch.get_num_threads()
-    original = ORIGINAL.replace("a @ b", "a[:2] @ b + 0 * a.sum()")
-    first, second = (
-        source(original, name="original.py", role="original"),
-        source(original.replace("Model(", "ModelNew(")),
-    )
-    verdict = judge(first, second, level="quick", threads=1, rival="eager", nursery=nursery)
-    found = next(line for line in verdict.lines if line["check"] == "T5")
-    assert (found["read"], found["written"]) == (4 * (2 * 8 + 8 * 3), 4 * 2 * 3)
-    assert torch.get_num_threads() == threads  # as before, in this process
 
 
 def test_an_input_that_never_changes_is_named(nursery):

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
 
 from .. import inputs
 from ..case import Case
 from ..errors import Misbehaved, Raised
-from ..kernel import LIBC
 from ..numbers import COARSE
 from ..nursery import Nursery
 from ..process import Call
@@ -24,8 +18,6 @@ from ..results import rms
 
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
 MADE_S = 1.0  # to be made; less is not worth a note
-POSSIBLE = 0.5  # of the time that bytes take to be moved, on a machine that may be busier at one time than another
-NOTHING_LEFT = 1e-9  # of the largest gradient, below which one may be rounding
 SIZES = 6  # other shapes that are tried while the C library looks at memory
 
 
@@ -37,54 +29,6 @@ def kept(case: Case) -> None:
     if held[1] > held[0] + KEPT:
         case.docket.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
     case.docket.step("T11", made_s=[round(s, 3) for s in made], held_bytes=held)
-
-
-def possible(case: Case, milliseconds: float) -> None:
-    """T5: no result is written, and no input read, in less time than their bytes take to be moved."""
-    kept, given, count = case.kept, filter(inputs.is_real, case.sides.first), case.docket.terms.threads
-    own = [t for t, alias in zip(kept.tensors, kept.aliases, strict=True) if alias is None]
-    written, read = (sum(t.numel() * t.element_size() for t in some) for some in (own, given))
-    floor = _floor(written, read, count)
-    if milliseconds < floor:  # it may be that not all inputs must be read
-        floor = _floor(written, read := _bytes_read(case), count)
-    failure = f"it took {milliseconds:.3g} ms, less than its inputs and results take to be moved ({floor:.3g} ms)"
-    case.docket.step("T5", failure if milliseconds < floor else "", floor_ms=floor, read=read, written=written)
-
-
-def _floor(written: int, read: int, threads: int) -> float:
-    """Return the milliseconds that it takes at least to write and read so many bytes."""
-    into = torch.empty(max(written, read), dtype=torch.uint8)
-    least = math.inf
-    for value in range(5):
-        start = time.thread_time()  # waiting for a processor is no part of it
-        ctypes.memset(into.data_ptr(), value, written)
-        half = time.thread_time()
-        into[written:].fill_(value)
-        again = time.thread_time()
-        LIBC.memchr(ctypes.c_void_p(into.data_ptr()), 255, ctypes.c_size_t(read))
-        least = min(least, half - start + time.thread_time() - again)
-    return POSSIBLE * least * 1e3 / threads
-
-
-def _bytes_read(case: Case) -> int:
-    """Count the bytes of inputs on which results depend, by gradients of the original that are not zero.
-
-    Whatever the program, it must read these; of what is not differentiated, nothing is known.
-    """
-    sides = case.sides
-    call = sides.call(sides.actual("floor"))
-    call = replace(call, mode="recorded", requires_grad=True, cotangents=sides.cotangents(call.seed))
-    try:
-        r = sides.reference.call(sides.wide(call))
-    except Misbehaved:
-        return 0
-    found = [t.abs() for t in r.tensors[len(sides.outputs) :]]
-    least = NOTHING_LEFT * max([float(t.max()) for t in found if t.numel()], default=0.0)
-    return sum(
-        int((t > least).sum()) * call.tensors[int(name.removeprefix("input "))].element_size()
-        for name, t in zip(case.numbers.gradients(call, r), found, strict=False)
-        if name.startswith("input ")
-    )
 
 
 def heap(case: Case) -> None:
