@@ -22,7 +22,7 @@ import torch
 from .errors import Enough, Misbehaved
 from .excuses import MADE, PLACES, Excuses, Scope, comparisons, reachable
 from .messages import Description
-from .program import Program
+from .program import DEFINES, Program
 
 _SPARE = 4  # places for each mark
 _LONGEST = 40_000  # expressions and statements of a source, for which marks take some ten seconds
@@ -145,12 +145,11 @@ def marked(program: Program, name: str, given: int, train: bool, seed: int) -> B
         room = 4 * _SPARE * (1 + size)
         recorder = f"__refold_{rng.getrandbits(64):x}__"
         marker = _Marker(facts, rng.sample(range(room), room // _SPARE), recorder)
-        barred = _Barred(facts, marker.barred)
         for at, node in enumerate(tree.body):
             if node in main:
                 node.body = [ast.copy_location(ast.Expr(marker.barred()), node)]
             elif node.lineno <= last:
-                tree.body[at] = marker.visit(node) if node in own else barred.visit(node)
+                tree.body[at] = marker.visit(node) if node in own else _bar(node, facts, marker.barred)
         code = compile(ast.fix_missing_locations(tree), name, "exec", dont_inherit=True)
     except RecursionError as error:
         reason = "its expressions, or what they refer to, are nested too deeply to put marks into them"
@@ -592,24 +591,13 @@ class _Marker(_Blocks):
         return self._within(Scope(owner=node), self.generic_visit, node)
 
 
-class _Barred(ast.NodeTransformer):
-    """Marks functions to which no name leads, so that they may not run: nobody looks into them."""
-
-    def __init__(self, facts: Excuses, mark: Callable[..., Any]):
-        self._facts, self._mark = facts, mark
-
-    def visit_FunctionDef(self, node: Any) -> Any:
-        self.generic_visit(node)
-        if not self._facts.is_kernel(node):
-            node.body.insert(ast.get_docstring(node) is not None, ast.copy_location(ast.Expr(self._mark()), node))
-        return node
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_Lambda(self, node: ast.Lambda) -> Any:
-        node.body = self._mark(self.visit(node.body))
-        return node
-
-    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> Any:
-        node.elt = self._mark(self.visit(node.elt))
-        return node
+def _bar(tree: ast.stmt, facts: Excuses, mark: Callable[..., Any]) -> ast.stmt:
+    """Mark functions to which no name leads, so that they may not run: nobody looks into them."""
+    for node in ast.walk(tree):
+        if isinstance(node, DEFINES[:2]) and not facts.is_kernel(node):
+            node.body.insert(ast.get_docstring(node) is not None, ast.copy_location(ast.Expr(mark()), node))
+        elif isinstance(node, ast.Lambda):
+            node.body = mark(node.body)
+        elif isinstance(node, ast.GeneratorExp):
+            node.elt = mark(node.elt)
+    return tree
