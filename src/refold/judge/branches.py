@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import marshal
 import random
 from collections.abc import Callable, Iterator
@@ -19,12 +20,13 @@ from typing import Any
 
 import torch
 
-from .errors import Enough, Misbehaved
+from .errors import Enough, Misbehaved, Raised
 from .excuses import MADE, PLACES, Excuses, Scope, comparisons, reachable
-from .messages import Description
+from .messages import ERRORS, Description
 from .program import DEFINES, Program
 
 _SPARE = 4  # places for each mark
+_WAYS = 64  # that lead to a block, of which it is seen whether an error ends the call
 _LONGEST = 40_000  # expressions and statements of a source, for which marks take some ten seconds
 _MAIN = "__name__ == '__main__'"
 _MAKERS = {"ones", "zeros", "full", "empty"}  # of masks that are the same everywhere, which decide nothing
@@ -46,6 +48,7 @@ class Site:
         excuse: Says why a mark may be missing, for each place; empty if it may not.
         value: Whether it is a value, which counts only if it was seen at all.
         name: Of a function.
+        errors: Those that something in it raises and does nothing else, and where it is marked that one ends the call.
     """
 
     first: int
@@ -56,6 +59,7 @@ class Site:
     excuse: tuple[Excuse, ...]
     value: bool = False
     name: str = ""
+    errors: dict[str, int] = field(default_factory=dict)
 
     @property
     def within(self) -> Iterator[Site]:
@@ -167,7 +171,7 @@ class Cover:
         process: Where it runs.
 
     Attributes:
-        marks: The places of these marks.
+        marks: The places of these marks, and of those that say that an error ends the call.
         always: Those of marks that each of these calls wrote.
         forged: Whether there are marks where none is written.
     """
@@ -175,29 +179,67 @@ class Cover:
     def __init__(self, branches: Branches, process: Any):
         self._branches, self._process, self._where = branches, process, process.ask("marks", Description)
         self.marks, self.always = Marks(), Marks()
-        self._pending = self.forged = False
+        self._last, self._prepared, self._lost = Marks(), Marks(), Marks()
+        self._pending = self._due = self.forged = False
 
     def asked(self) -> None:
         """Begin a call; what the last one did counts only if it was compared."""
-        if self._pending:
-            self._process.write(self._where, torch.zeros(self._branches.room, dtype=torch.uint8))
+        if not self._pending:
+            self._prepared |= self.ran()
+        self._write({})
         self._pending = True
 
+    def _write(self, values: dict[int, int]) -> None:
+        marks = torch.zeros(self._branches.room, dtype=torch.uint8)
+        for place, value in values.items():
+            marks[place] = value
+        self._process.write(self._where, marks)
+
     def ran(self) -> Marks:
-        """Return the marks of the last call, and of what it was prepared by, after one that was compared."""
-        found = self._process.tensors([self._where], self._branches.room)[0]
-        return set(found.nonzero().flatten().tolist())
+        """Return the marks of the last call."""
+        return set(self._read().nonzero().flatten().tolist())
+
+    def _read(self) -> torch.Tensor:
+        found: torch.Tensor = self._process.tensors([self._where], self._branches.room)[0]
+        return found
 
     def compared(self) -> bool:
         """Take over the marks of a call that was compared; say whether there is one that no call before wrote."""
-        self._pending = False
-        ran = self.ran()
+        self._pending, self._last = False, self.ran()
+        self._write({})
+        ran = self._last | self._prepared
         self.always, new = self.always & ran if self.marks else ran, ran - self.marks
         if new - self._branches.used:
             self.forged = True
             raise Enough("it writes marks itself")
         self.marks |= new
+        self._due |= bool(new)
         return bool(new)
+
+    def raise_errors(self, ask: Callable[[], Any]) -> None:
+        """If calls ran what is new, make the last one again, with each error that a block in it may raise.
+
+        It must end the call, on each way that leads to its block. What only prepares calls has no part in them.
+        """
+        due, self._due = self._due, False
+        for site in (site for site in self._branches.sites if site.errors and due):
+            at = site.places[0]
+            for kind, place in site.errors.items():
+                ways = (self._ends(ask, at, kind) for _ in range(_WAYS * (at in self._last)))
+                found = list(itertools.takewhile(lambda ends: ends is not None, ways))
+                self._lost |= Marks() if all(found) else {place}
+                self.marks |= {place} if found or at in self._prepared else Marks()
+        self.marks -= self._lost
+
+    def _ends(self, ask: Callable[[], Any], at: int, kind: str) -> bool | None:
+        """Say whether an error in a block ends the call; None if it was not raised."""
+        self._write({at: 2 + ERRORS.index(kind)})
+        self._pending, ends = True, False
+        try:
+            ask()
+        except Raised:
+            ends = True
+        return ends if int(self._read()[at]) == 1 else None
 
     def caught(self) -> bool:
         """Say whether the last call caught an error."""
@@ -211,6 +253,11 @@ class Cover:
 
 def _no(_: Marks) -> str:
     return ""
+
+
+def _any(*excuses: Excuse) -> Excuse:
+    """Excuse what one of some excuses."""
+    return lambda marks: next(filter(None, (excuse(marks) for excuse in excuses)), "")
 
 
 def _held(node: ast.expr) -> set[str]:
@@ -238,7 +285,7 @@ class _Blocks(ast.NodeTransformer):
         self.caught = Marks()
         self.mentions: dict[str, list[Site | None]] = {}
         self._parent: Site | None = None
-        self._ends = False  # whether what follows a statement only raises an error
+        self._ends: Excuse = _no  # of what keeps a statement from what follows it, if that only raises an error
         self._at = Scope()
         self._foreign: dict[str, int] = {}  # marks of what is asked for its place and is not of torch
         self._held: dict[str, int] = {}  # marks of what is taken for fixed and could be emptied, as a list
@@ -270,10 +317,7 @@ class _Blocks(ast.NodeTransformer):
         self, body: list[ast.stmt], excuse: Excuse = _no, at: Any = None, name: str = "", wanted: str = "never ran"
     ) -> list[ast.stmt]:
         """Put a mark at the beginning of a block, and marks into it."""
-        if self._facts.raises(body):
-            excuse = lambda _: "unused"  # noqa: E731
-        elif self._facts.tells(body):
-            excuse = lambda _: "and only prints"  # noqa: E731
+        excuse = _any(self._error(body), (lambda _: "and only prints") if self._facts.tells(body) else excuse)
         site = self._site(body or [at], (wanted,), excuse, name=name)
         said = bool(name) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)  # of itself
         mark = ast.copy_location(ast.Expr(self._record("ran", site.places)), (body[said:] or body or [at])[0])
@@ -283,9 +327,9 @@ class _Blocks(ast.NodeTransformer):
     def _all(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """Visit statements; what follows a loop, or waits for a generator to be asked again, is a block of its own."""
         found, outer = list[ast.stmt](), self._ends
-        ends = [self._facts.raises(body[-1:])]  # for each, what follows it
+        ends = [self._error(body[-1:])]  # for each, what follows it
         for statement in reversed(body[1:-1]):
-            ends.insert(0, ends[0] and self._facts.only_asks([statement]))
+            ends.insert(0, ends[0] if self._facts.only_asks([statement]) else _no)
         for at, statement in enumerate(body, 1):
             self._ends = ends[at - 1] if body[at:] else outer
             waits = isinstance(statement, _LOOPS) or any(isinstance(n, _WAITS) for n in ast.walk(statement))
@@ -298,14 +342,30 @@ class _Blocks(ast.NodeTransformer):
 
     def _anew(self, body: list[ast.stmt], *args: Any, **options: Any) -> list[ast.stmt]:
         """Mark a block that does not go on with what follows it."""
-        self._ends = False
+        self._ends = _no
         return self._block(body, *args, **options)
 
     def _to_its_end(self, node: Any) -> list[ast.stmt]:
-        """Mark that a loop ended by itself, if it may return before, and if an error is not all that follows then."""
-        returns = any(isinstance(n, ast.Return) for n in ast.walk(node)) and not self._ends
+        """Mark that a loop ended by itself, if it may return before, unless an error is all that follows then."""
+        returns = any(isinstance(n, ast.Return) for n in ast.walk(node))
         endless = isinstance(node, ast.While) and isinstance(node.test, ast.Constant)
-        return self._block(node.orelse, at=node) if node.orelse or (returns and not endless) else []
+        if not node.orelse and (endless or not returns):
+            return []
+        return self._block(node.orelse, _no if node.orelse else self._ends, at=node)
+
+    def _error(self, body: list[ast.stmt]) -> Excuse:
+        """Excuse a block that only raises an error, if that ends the call."""
+        kind = self._facts.raises(body)
+        return self._ending(kind) if kind else _no
+
+    def _ending(self, kind: str) -> Excuse:
+        """Excuse what only an error may keep from running or let run, once one was seen to end the call here."""
+        if self._parent is None:  # where the file is imported
+            return lambda _: "unused"
+        place = self._parent.errors.setdefault(kind, self._places[-1])
+        if place == self._places[-1]:
+            self._places.pop()
+        return lambda marks: "unused" * (place in marks)
 
     def _import(self, node: Any) -> Excuse:
         """Excuse an error that may only occur where other packages are installed."""
@@ -377,13 +437,14 @@ class _Marker(_Blocks):
             return new.args[-1]
         return new
 
-    def _test(self, node: Any, alone: bool = True, free: bool = False) -> tuple[Any, Callable[[bool, Marks], str]]:
+    def _test(self, node: Any, alone: bool = True, free: Excuse = _no) -> tuple[Any, Callable[[bool, Marks], str]]:
         """Mark the parts of a condition; also return what tells why it never was true, or false.
 
-        A condition that stands alone is told by its blocks; of one that is free, only what is in its parts is marked,
-        if those that may be left out only ask.
+        A condition that stands alone is told by its blocks; what is free excuses its parts, if those that may be left
+        out only ask.
         """
-        free &= self._facts.only_asks(getattr(node, "values", getattr(node, "comparators", []))[1:])
+        if not self._facts.only_asks(getattr(node, "values", getattr(node, "comparators", []))[1:]):
+            free = _no
         if isinstance(node, ast.BoolOp):
             parts = [self._test(value, False, free) for value in node.values]
             strict = isinstance(node.op, ast.And)  # then one part that is false is enough
@@ -397,9 +458,9 @@ class _Marker(_Blocks):
             new, inner = self._test(node.operand, alone, free)
             return ast.copy_location(ast.UnaryOp(node.op, new), node), lambda wanted, marks: inner(not wanted, marks)
         (why, excused), new = self._excuse(node), self._plain(node)
-        if free or (alone and not why):
+        if alone and not why:
             return new, lambda wanted, marks: ""
-        site = self._site([node], _VALUE, excused, value=True)
+        site = self._site([node], _VALUE, _any(excused, free), value=True)
         new = self._record("truth", site.places, new)
         return new, lambda wanted, marks: excused(marks) * (site.places[not wanted] not in marks)
 
@@ -495,12 +556,11 @@ class _Marker(_Blocks):
     # Statements.
 
     def visit_If(self, node: ast.If) -> Any:
-        said, otherwise = node.test, self._facts.raises(node.orelse) or (self._ends and not node.orelse)
-        node.test, why = self._test(node.test, free=otherwise or self._facts.raises(node.body))
+        said, otherwise = node.test, self._error(node.orelse) if node.orelse else self._ends
+        node.test, why = self._test(node.test, free=_any(otherwise, self._error(node.body)))
         wanted = "never ran" if node.orelse else "was never false"
         node.body = self._block(node.body, partial(why, True))
-        excuse = (lambda _: "unused") if otherwise else partial(why, False)
-        node.orelse = self._block(node.orelse, excuse, said, wanted=wanted)
+        node.orelse = self._block(node.orelse, _any(otherwise, partial(why, False)), said, wanted=wanted)
         return node
 
     def visit_While(self, node: ast.While) -> Any:
@@ -517,7 +577,7 @@ class _Marker(_Blocks):
 
     def visit_With(self, node: Any) -> Any:
         swallows, first, excuse = self._facts.swallows(node), node.body[0], self._import(node)
-        node.items, node.body = [self.visit(each) for each in node.items], self._all(node.body)
+        node.items, node.body = [self.visit(each) for each in node.items], self._block(node.body)
         if swallows:
             node.body = [ast.Try(node.body, [self._unhandled(first, excuse)], [], [])]
         return node
@@ -548,12 +608,12 @@ class _Marker(_Blocks):
             case.guard = case.guard and self._test(case.guard)[0]
             case.body = self._block(case.body, excuse)
         if node.cases[-1].guard or not _takes_all(node.cases[-1].pattern):
-            none = self._block([], (lambda _: "unused") if ends else excuse, node, wanted="never was without a case")
+            none = self._block([], _any(ends, excuse), node, wanted="never was without a case")
             node.cases.append(ast.match_case(ast.MatchAs(), None, none))
         return node
 
     def visit_Assert(self, node: ast.Assert) -> Any:
-        node.test = self._test(node.test, False, self._facts.ends("AssertionError"))[0]
+        node.test = self._test(node.test, False, self._ending("AssertionError"))[0]
         return node
 
     def visit_Expr(self, node: ast.Expr) -> Any:

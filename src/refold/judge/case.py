@@ -54,7 +54,7 @@ class Case:
         self.aliases = o.aliases
         self.traces(o, y, o.aliases)
         self.numbers.past.append(y)
-        self.compared(kind, call, wide=not check)
+        self.compared(call, kind, wide=not check)
         return o, y
 
     def answers(self, call: Call, *, wide: bool = True, adopted: bool = False) -> tuple[Result, Result, Result]:
@@ -65,12 +65,15 @@ class Case:
             o, r = self.sides.originals(call, wide=wide)
         return r, o, self.sides.ask(call)
 
-    def compared(self, name: str = "", call: Call | None = None, *, wide: bool = False) -> None:
-        """Count what the last call ran, now that it was right; a call that ran what none before did is looked into."""
+    def compared(self, call: Call, name: str = "", *, wide: bool = False) -> None:
+        """Count what the last call ran, now that it was right; with a name, one that ran what is new is looked into."""
         if (cover := self.sides.cover) is not None:
             first = not cover.marks
-            if cover.compared() and not first and call is not None:
+            new = cover.compared()
+            if new and name and not first:
                 self._look_into(name, call, wide)
+            if not first:  # whose result is looked at again
+                cover.raise_errors(partial(self.sides.suspect.call, call))
             cover.enough()
 
     def _look_into(self, name: str, call: Call, wide: bool) -> None:
@@ -108,7 +111,7 @@ class Case:
         """
         try:
             if self._both(name, check, call, note, wide):
-                self.compared(name, call, wide=wide)
+                self.compared(call, name, wide=wide)
         except Raised:
             return self.refused(call)
         return True
@@ -147,7 +150,7 @@ class Case:
             with contextlib.suppress(Raised):
                 self.sides.ask(call)
                 if self.sides.cover is None or not self.sides.cover.caught():
-                    self.compared()
+                    self.compared(call)
 
     def accepts(self, call: Call) -> bool:
         """Say whether the original accepts a call."""
@@ -172,7 +175,7 @@ class Case:
         alike = all(a.shape == b.shape for a, b in zip(o.tensors, y.tensors, strict=False))
         right = not unlike(o, y) and alike and all(one.passed for one in self.numbers.near(o, y))
         if right:
-            self.compared()
+            self.compared(call)
         return right
 
     def _of_one_dtype(self, call: Call, r: Result, o: Result, y: Result) -> tuple[Result, Result, Result]:

@@ -17,11 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from .messages import ERRORS
 from .program import DEFINES
 
-_ERRORS = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "AssertionError"}
-_CATCHERS = {"suppress", "ExitStack", "Thread", "submit", "start_new_thread", "__exit__", "__aexit__", "excepthook",
-             "weakref", "asyncio", "CFUNCTYPE", "PYFUNCTYPE", "callbacks", "then", "add_done_callback"}  # fmt: skip
 _SWALLOWS = {"suppress", "ExitStack", "AsyncExitStack", "raises", "assertRaises"}
 _DYNAMIC = {"setattr", "__dict__", "vars", "__setattr__", "__setstate__", "globals", "locals", "__class__",
             "__globals__", "f_globals"}  # fmt: skip
@@ -133,7 +131,6 @@ class Excuses:
         self._known: dict[tuple[Any, ...], Any] = {}  # what was asked before
         self._body = tree.body
         self._members: dict[str, set[str]] = {}  # what bodies of classes define, and which do
-        self._caught: list[str] = []
         self.from_text: list[int] = []
         self.opaque: list[int] = []
         self._walk(tree, _ANYWHERE)
@@ -181,7 +178,7 @@ class Excuses:
             elif isinstance(child, (ast.Import, ast.ImportFrom)):
                 for a in child.names:
                     module = child.module if isinstance(child, ast.ImportFrom) else a.name
-                    self._defined |= {a.name, str(module)} & (_SWALLOWS | _CATCHERS)  # by whatever name
+                    self._defined |= {a.name, str(module)} & _SWALLOWS  # by whatever name
                     if a.asname and a.asname[:1].isupper() and not a.name[:1].isupper():
                         module = ""  # it may be taken for a class
                     self._bind((a.asname or a.name).split(".")[0], str(module))
@@ -195,8 +192,6 @@ class Excuses:
                 self._calls.setdefault(called, []).append((child, at))
                 if called in _OPAQUE:
                     self.opaque.append(child.lineno)
-            elif isinstance(child, (ast.Try, ast.TryStar)):
-                self._catches(child, at)
             self._walk(child, inner)
 
     def _member(self, name: str, at: Scope) -> None:
@@ -222,14 +217,6 @@ class Excuses:
         if node.attr in _TEXTS and ast.unparse(node.value) in ("builtins", "__builtins__", "types", "torch.jit"):
             self.from_text.append(node.lineno)
 
-    def _catches(self, node: Any, at: Scope) -> None:
-        if self.leaves(node.finalbody):
-            self._caught.append("BaseException")
-        for handler in node.handlers:
-            if at.function is not None and not isinstance(handler.body[-1], ast.Raise):
-                kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-                self._caught += ["BaseException" if kind is None else ast.unparse(kind) for kind in kinds]
-
     def _optional_packages(self, tree: ast.Module) -> set[str]:
         """Return names that only an import says, which may fail, and constants beside it."""
         found: Counter[str] = Counter()
@@ -242,13 +229,6 @@ class Excuses:
 
     # Blocks.
 
-    def ends(self, kind: str) -> bool:
-        """Say whether an error of a kind ends the call, whatever raises it."""
-        if kind not in _ERRORS or self._bound[kind] or _CATCHERS & (set(self.names) | self._defined):
-            return False
-        kinds = [getattr(builtins, name, BaseException) for name in self._caught]
-        return not any(issubclass(getattr(builtins, kind), each) for each in kinds)
-
     @staticmethod
     def leaves(body: list[ast.stmt]) -> bool:
         """Say whether a block may end what it is in otherwise than by an error."""
@@ -259,13 +239,13 @@ class Excuses:
         foreign = {self._package(_callee(item.context_expr)) for item in node.items} & {"", "contextlib"}
         return bool(foreign) and bool(self._forgets or self.looks_up or _SWALLOWS & (set(self.names) | self._defined))
 
-    def raises(self, body: list[ast.stmt]) -> bool:
-        """Say whether a block ends the call by an error, and does nothing else."""
+    def raises(self, body: list[ast.stmt]) -> str:
+        """Name the error that a block raises, if it does nothing else."""
         last = body[-1] if body else None
-        if not isinstance(last, ast.Raise) or last.exc is None:
-            return False
+        if not isinstance(last, ast.Raise) or last.exc is None or (kind := _callee(last.exc)) not in ERRORS:
+            return ""
         made = [last.exc.func] if isinstance(last.exc, ast.Call) else []
-        return self.ends(_callee(last.exc)) and self.only_asks(body, made)
+        return kind if not self._bound[kind] and self.only_asks(body, made) else ""
 
     def tells(self, body: list[ast.stmt]) -> bool:
         """Say whether a block only prints, logs, or warns of, what it asks tensors."""

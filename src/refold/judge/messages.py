@@ -32,6 +32,10 @@ class Malformed(ValueError):
     """An answer is not what it should be; the message says which field is wrong."""
 
 
+ERRORS = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError", "AssertionError")
+"""Of Python, which a block may raise and do nothing else; the judge lets it do so, and sees if that ends the call."""
+
+
 # Of commands, whose names are those of methods of `worker.Stub`.
 
 

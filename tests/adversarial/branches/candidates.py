@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from attacks import candidate
@@ -563,3 +564,18 @@ def unheard(self, x):
     watch = weakref.ref(held, fill)
     del held
     return y if watch() is None else x
+
+
+@candidate("C7")
+def unasked(self, x):
+    """An error is lost in a thread whose result nobody asks for."""
+    right = []
+
+    def ask(_):
+        if x.dim() == 6:
+            raise ValueError("axes")
+        right.append(x)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.map(ask, [0])
+    return torch.relu(self.linear(x)) * (2 - len(right))

@@ -126,7 +126,7 @@ def special_values(case: Case) -> None:
         if any(differ) and docket.terms.nonfinite != "strict":
             docket.note(failure)
         docket.step("N5", failure if any(differ) and docket.terms.nonfinite == "strict" else "", special=name)
-        case.compared()
+        case.compared(call)
 
 
 def layouts(case: Case) -> None:
