@@ -1,9 +1,12 @@
 """Unrolled loops over time become scans in every spelling; loops that are not scans stay as they are."""
 
+from random import Random
+
 import pytest
 import torch
 
 import refold
+from support.layers import LAYERS, Sizes
 
 pytestmark = pytest.mark.rows(16)
 
@@ -86,59 +89,6 @@ def test_spellings(rewritten, fn):
     assert outcome.worst() < 1e-5
 
 
-def mamba1(x, dt, A, B_, C):
-    h, ys = torch.zeros(x.shape[0], x.shape[2], A.shape[1]), []
-    for t in range(x.shape[1]):
-        decay = torch.exp(dt[:, t, :, None] * A)
-        h = decay * h + dt[:, t, :, None] * B_[:, t, None, :] * x[:, t, :, None]
-        ys.append((h * C[:, t, None, :]).sum(-1))
-    return torch.stack(ys, dim=1) + x
-
-
-def mamba1_matmul(x, dt, A, B_, C):
-    dA = torch.exp(dt.unsqueeze(-1) * A)
-    dBx = (dt * x).unsqueeze(-1) * B_.unsqueeze(2)
-    h, y = torch.zeros_like(dA[:, 0]), torch.empty_like(x)
-    for i in range(x.size(1)):
-        h = dA[:, i] * h + dBx[:, i]
-        y[:, i, :] = (h @ C[:, i, :].unsqueeze(-1)).squeeze(-1)
-    return y, h
-
-
-def inputs_mamba1():
-    return torch.randn(B, T, D), torch.rand(B, T, D), -torch.rand(D, N), torch.randn(B, T, N), torch.randn(B, T, N)
-
-
-def mamba2(x, dt, A, B_, C):
-    S, ys = torch.zeros(*x[:, 0].shape, B_.shape[-1]), []
-    for t in range(x.shape[1]):
-        S = torch.exp(dt[:, t] * A)[:, :, None, None] * S
-        S = S + torch.einsum("bh,bhp,bn->bhpn", dt[:, t], x[:, t], B_[:, t])
-        ys.append(torch.einsum("bhpn,bn->bhp", S, C[:, t]))
-    return torch.stack(ys, 1)
-
-
-def inputs_mamba2():
-    return torch.randn(B, T, 2, D), torch.rand(B, T, 2), -torch.rand(2), torch.randn(B, T, N), torch.randn(B, T, N)
-
-
-def linear_attention(q, k, v):
-    S, out = q.new_zeros(q.shape[0], q.shape[1], q.shape[-1], v.shape[-1]), []
-    for t in range(q.shape[2]):
-        S = S + k[:, :, t].unsqueeze(-1) * v[:, :, t].unsqueeze(-2)
-        out.append((q[:, :, t].unsqueeze(-2) @ S).squeeze(-2))
-    return torch.stack(out, dim=2)
-
-
-def retnet(q, k, v):
-    gamma = 1 - 2.0 ** (-5 - torch.arange(q.shape[1]))
-    S, out = 0, []
-    for t in range(q.shape[2]):
-        S = gamma[:, None, None] * S + k[:, :, t, :, None] @ v[:, :, t, None, :]
-        out.append(torch.einsum("bhn,bhnp->bhp", q[:, :, t], S))
-    return torch.stack(out, dim=2)
-
-
 def attention(q, k, v, decay, write=lambda t: 1.0):
     """Attend linearly; ``decay`` broadcasts against states (batch, heads, N, D)."""
     S, out = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
@@ -169,120 +119,97 @@ def signed_decay(q, k, v):
     return attention(q, k, v, lambda t: torch.tanh(q[:, :, t, 0])[:, :, None, None])
 
 
-def inputs_attention():
-    return torch.randn(B, 2, T, N), torch.randn(B, 2, T, N), torch.randn(B, 2, T, D)
-
-
-def min_gru(x, w, u):
+def last_state_only(x, w):
     h, hs = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
-        z = torch.sigmoid(x[:, t] @ w)
-        h = (1 - z) * h + z * torch.tanh(x[:, t] @ u)
-        hs.append(h)
-    return torch.stack(hs, 1)
-
-
-def last_state_only(x, w, u):
-    h, hs = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        h = torch.sigmoid(x[:, t] @ w) * h + x[:, t] @ u
+        h = torch.sigmoid(x[:, t] @ w) * h + x[:, t] * w[0]
         hs.append(h)
     return torch.stack(hs, 1), h, h * 2
 
 
-def inputs_gates():
-    return torch.randn(B, T, D), torch.randn(D, D), torch.randn(D, D)
-
-
-def s4d_real(u, log_dt, A, B_, C):
-    dt = torch.exp(log_dt)
-    dA, dB = torch.exp(dt[:, None] * A), dt[:, None] * B_
-    x, ys = torch.zeros(u.shape[0], *A.shape), []
-    for t in range(u.shape[-1]):
-        x = dA * x + dB * u[:, :, t, None]
-        ys.append((C * x).sum(-1))
-    return torch.stack(ys, dim=-1)
-
-
-def inputs_s4d():
-    return torch.randn(B, D, T), torch.randn(D), -torch.rand(D, N), torch.randn(D, N), torch.randn(D, N)
-
-
-def reverse(x, a):
-    h, out = torch.zeros_like(x[:, 0]), []
-    for t in reversed(range(x.shape[1])):
-        h = a * h + x[:, t]
-        out.append(h)
-    return torch.stack(out[::-1], dim=1)
-
-
-def reverse_negative_index(x, a):
+def reverse_negative_index(x, w):
     h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
     for t in range(1, x.shape[1] + 1):
-        h = a * h + x[:, -t]
+        h = w[0] * h + x[:, -t]
         out[:, -t] = h
     return out
 
 
-def bidirectional(x, a):
-    return torch.cat([ema_for(x, a), reverse(x, a)], -1)
-
-
-def two_carries(x, a):
+def two_carries(x, w):
     h, g, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
-        h = a * h + x[:, t]
-        g = (1 - a) * g + h * x[:, t]
+        h = w[0] * h + x[:, t]
+        g = (1 - w[0]) * g + h * x[:, t]
         out.append(h * g)
     return torch.stack(out, dim=1)
 
 
-def two_layers(x, a):
-    return ema_for(torch.tanh(ema_for(x, a)), a)
+ATTENTION, GATES = [(B, 2, T, N), (B, 2, T, N), (B, 2, T, D)], [(B, T, D), (D, D)]
+# What the loops of a layer become: one of `support.layers`, or a function and the shapes of its inputs.
+SCANS = {
+    "mamba1": ["selective_scan"],
+    "mamba1_slow_forward": ["selective_scan"],
+    "mamba2_steps": ["ssd"],
+    "retention": ["ssd"],
+    "normalised_attention": ["linear_scan", "ssd"],
+    "gla": ["linear_scan"],
+    "hgrn": ["linear_scan"],
+    "s4d": ["linear_scan"],
+    "min_lstm": ["linear_scan"],
+    "both_ways": ["linear_scan"] * 2,
+    "two_layers": ["linear_scan"] * 2,
+    (learned_retention, *ATTENTION): ["ssd"],
+    (gated_attention, *ATTENTION): ["ssd"],
+    (exponential_gates, *ATTENTION): ["ssd"],
+    (gated_keys, *ATTENTION): ["linear_scan"],
+    (signed_decay, *ATTENTION): ["ssd"],
+    (last_state_only, *GATES): ["linear_scan"],
+    (reverse_negative_index, *GATES): ["linear_scan"],
+    (two_carries, *GATES): ["linear_scan"] * 2,
+}
+each = pytest.mark.parametrize("layer", SCANS, ids=lambda layer: layer if isinstance(layer, str) else layer[0].__name__)
 
 
-def inputs_ema():
-    return torch.randn(B, T, D), torch.tensor(0.7)
+def drawn(layer):
+    """Draw the inputs of a layer; return it with them."""
+    if isinstance(layer, str):
+        fn, inputs = LAYERS[layer](Sizes(Random(0), torch.float32, B, T))
+        return fn, [x.contiguous() for x in inputs]
+    fn, *shapes = layer
+    return fn, [torch.randn(shape) for shape in shapes]
 
 
-SCANS = [
-    (mamba1, inputs_mamba1, 1, "selective_scan"),
-    (mamba1_matmul, inputs_mamba1, 2, "selective_scan"),
-    (mamba2, inputs_mamba2, 1, "ssd"),
-    (linear_attention, inputs_attention, 1, "ssd"),
-    (retnet, inputs_attention, 1, "ssd"),
-    (learned_retention, inputs_attention, 1, "ssd"),
-    (gated_attention, inputs_attention, 1, "ssd"),
-    (exponential_gates, inputs_attention, 1, "ssd"),
-    (gated_keys, inputs_attention, 1, 1),
-    (signed_decay, inputs_attention, 1, "ssd"),
-    (min_gru, inputs_gates, 1, 1),
-    (last_state_only, inputs_gates, 2, 1),
-    (s4d_real, inputs_s4d, 1, 1),
-    (reverse, inputs_ema, 1, 1),
-    (reverse_negative_index, inputs_ema, 1, 1),
-    (bidirectional, inputs_ema, 2, 2),
-    (two_carries, inputs_ema, 1, 2),
-    (two_layers, inputs_ema, 2, 2),
-]
-
-
-@pytest.mark.parametrize(("fn", "inputs", "rewrites", "scans"), SCANS, ids=[case[0].__name__ for case in SCANS])
-def test_models(rewritten, fn, inputs, rewrites, scans):
-    outcome = rewritten(fn, *inputs())
-    assert outcome.names.count("roll up loop") == rewrites
-    if isinstance(scans, str):
-        assert SCAN not in outcome.targets
-        assert outcome.targets.count(f"refold.{scans}.default") == 1
-    else:
-        assert outcome.targets.count(SCAN) == scans
-    assert len(outcome.targets) < 60
+@each
+def test_models(rewritten, layer):
+    fn, inputs = drawn(layer)
+    outcome = rewritten(fn, *inputs)
+    found = sorted(target for target in outcome.targets if target.startswith("refold."))
+    assert found == [f"refold.{name}.default" for name in SCANS[layer]]
+    assert len(outcome.targets) < 70
     assert outcome.worst() < 1e-5
 
 
+@each
+def test_gradients(rewritten, layer):
+    fn, inputs = drawn(layer)
+    outcome = rewritten(fn, *(x.requires_grad_() for x in inputs))
+    assert outcome.targets.count(SCAN) >= 2 * len(SCANS[layer]), "the forward and its backward"
+    assert outcome.worst() < 1e-4
+
+
 def test_work_of_a_scan_is_counted_by_its_own_formula(rewritten):
+    x, dt, A, B_, C = (torch.rand(shape) for shape in ((B, T, 2, D), (B, T, 2), (2,), (B, T, N), (B, T, N)))
+
+    def mamba2(x, dt, A, B_, C):
+        S, ys = torch.zeros(*x[:, 0].shape, N), []
+        for t in range(T):
+            S = torch.exp(-dt[:, t] * A)[:, :, None, None] * S
+            S = S + torch.einsum("bh,bhp,bn->bhpn", dt[:, t], x[:, t], B_[:, t])
+            ys.append(torch.einsum("bhpn,bn->bhp", S, C[:, t]))
+        return torch.stack(ys, 1)
+
+    (rewrite,) = rewritten(mamba2, x, dt, A, B_, C).rewrites
     tokens, heads = B * T, 2
-    (rewrite,) = rewritten(mamba2, *inputs_mamba2()).rewrites
     scan = 5 * tokens * heads * D * N
     elementwise = tokens * heads * N  # B and C lie as they are; x, dt and A too
     assert scan <= rewrite.after.flops <= scan + 2 * elementwise
@@ -290,22 +217,17 @@ def test_work_of_a_scan_is_counted_by_its_own_formula(rewritten):
     assert rewrite.after.bytes >= x + y + state + 4 * (tokens * heads + heads + 2 * tokens * N)
 
 
-@pytest.mark.parametrize(
-    ("fn", "inputs", "rewrites", "scans"), SCANS[::-1], ids=[case[0].__name__ for case in SCANS[::-1]]
-)
-def test_gradients(rewritten, fn, inputs, rewrites, scans):
-    outcome = rewritten(fn, *(x.requires_grad_() for x in inputs()))
-    forward = 1 if isinstance(scans, str) else scans
-    assert outcome.targets.count(SCAN) >= 2 * forward, "the forward and its backward"
-    assert outcome.worst() < 1e-4
-
-
 @pytest.mark.parametrize("steps", [3, 4, 64])
 def test_nodes_do_not_grow_with_the_steps(rewritten, steps):
-    inputs = [x[:, :1].expand(-1, steps, -1).contiguous() if x.dim() == 3 else x for x in inputs_mamba1()]
-    outcome = rewritten(mamba1, *inputs)
-    assert ("refold.selective_scan.default" in outcome.targets) == (steps >= 4)
-    assert len(outcome.targets) < 60
+    fn, inputs = LAYERS["mamba1"](Sizes(Random(0), torch.float32, B, steps))
+    outcome = rewritten(fn, *inputs)
+    rolled = "refold.selective_scan.default" in outcome.targets
+    assert rolled == (steps >= 4)
+    assert len(outcome.targets) < 60 or not rolled
+
+
+def inputs_gates():
+    return torch.randn(B, T, D), torch.randn(D, D), torch.randn(D, D)
 
 
 def over_time(step):
@@ -319,24 +241,6 @@ def over_time(step):
         return torch.stack(out, 1)
 
     return fn
-
-
-def lstm(x, w, u):
-    h, c, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        gate = torch.sigmoid(x[:, t] @ w + h @ u)
-        c = gate * c + (1 - gate) * torch.tanh(x[:, t])
-        h = gate * torch.tanh(c)
-        out.append(h)
-    return torch.stack(out, 1)
-
-
-def coupled(x, w, u):
-    re, im, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        re, im = 0.9 * re - 0.1 * im + x[:, t], 0.1 * re + 0.9 * im
-        out.append(re)
-    return torch.stack(out, 1)
 
 
 def fibonacci(x, w, u):
@@ -373,14 +277,11 @@ def one_odd_step(x, w, u):
 
 
 NEGATIVES = {
-    "lstm": lstm,
     "gru": over_time(lambda h, x, w, u: torch.lerp(x.tanh(), h, torch.sigmoid(x @ w + h @ u))),
-    "vanilla": over_time(lambda h, x, w, u: torch.tanh(x @ w + h @ u)),
     "matrix carry": over_time(lambda h, x, w, u: h @ w + x),
     "normalised": over_time(lambda h, x, w, u: 0.5 * h / h.norm().clamp(min=1) + x),
     "squared": over_time(lambda h, x, w, u: 0.1 * h * h + x),
     "shifted": over_time(lambda h, x, w, u: 0.5 * h.roll(1, -1) + x),
-    "coupled": coupled,
     "two keys": two_keys,
     "fibonacci": fibonacci,
     "no loop": over_time(lambda h, x, w, u: torch.tanh(x @ w)),
@@ -389,28 +290,14 @@ NEGATIVES = {
 }
 
 
-@pytest.mark.parametrize("name", NEGATIVES)
+@pytest.mark.parametrize("name", [*NEGATIVES, "lstm_cell", "elman", "oscillator"])
 @pytest.mark.parametrize("train", [False, True])
 def test_other_loops_stay(rewritten, name, train):
-    outcome = rewritten(NEGATIVES[name], *(x.requires_grad_(train) for x in inputs_gates()))
+    fn, inputs = (NEGATIVES[name], inputs_gates()) if name in NEGATIVES else drawn(name)
+    outcome = rewritten(fn, *(x.requires_grad_(train) for x in inputs))
     if not train:
         assert "roll up loop" not in outcome.names
     assert outcome.worst() < 1e-5
-
-
-REASONS = {
-    "two keys": "mixes elements",
-    "gru": "mixes elements",
-    "squared": "by itself",
-    "normalised": "not affine",
-}
-
-
-@pytest.mark.parametrize("name", REASONS)
-def test_explain_says_why_a_loop_stays(name):
-    x, w, u = inputs_gates()
-    (graph,) = refold.explain(NEGATIVES[name], torch.cat([x, x], 1), w, u).graphs
-    assert any("a loop over time is not rewritten" in note and REASONS[name] in note for note in graph.notes)
 
 
 def uneven(x, w, u):
@@ -421,31 +308,18 @@ def uneven(x, w, u):
     return torch.stack(out, 1)
 
 
-UNROLLED = [
-    pytest.param(
-        uneven,
-        "h = w[0] * h + x[:, t * t // 40]",
-        "(2 x 24 x 4) is read at positions of axis 1 that are not evenly spaced: 0, 0, 1 in",
-        id="uneven",
-        marks=pytest.mark.skipif(torch.__version__ < (2, 13), reason="it is captured"),
-    ),
-    pytest.param(
-        one_odd_step,
-        "else torch.tanh(x[:, t]))",
-        "step 12, counted from 0, computes `torch.exp(x[:, t])`, and the step before it computes `torch.tanh(x[:, t])`",
-        id="one_odd_step",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fn", "line", "words"), UNROLLED)
-def test_explain_says_where_an_unrolled_loop_ends(fn, line, words):
-    (graph,) = refold.explain(fn, torch.randn(2, 24, 4), torch.rand(4, 4), None).graphs
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="it is captured")
+def test_explain_says_where_an_unrolled_loop_ends():
+    (graph,) = refold.explain(uneven, torch.randn(2, 24, 4), torch.rand(4, 4), None).graphs
     notes = [note for note in graph.notes if "a loop over time is not rewritten" in note]
     assert any("torch.stack" in note for note in notes)
     for note in notes:  # also where a later list depends on the loop
-        assert words in note
-        assert note.count(line) == 1
+        assert "(2 x 24 x 4) is read at positions of axis 1 that are not evenly spaced: 0, 0, 1 in" in note
+        assert note.count("h = w[0] * h + x[:, t * t // 40]") == 1
+
+
+def inputs_ema():
+    return torch.randn(B, T, D), torch.tensor(0.7)
 
 
 def step_with_another_rank(x, a):

@@ -2,13 +2,10 @@
 
 import importlib.util
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-from support.layers import LAYERS, Sizes
 
 pytestmark = pytest.mark.rows(16)
 
@@ -112,16 +109,6 @@ def test_decays_of_selective_scans(rewritten, name):
     found = [target for target in outcome.targets if target.startswith("refold.")]
     assert found == [f"refold.{operator}.default"]
     assert outcome.worst() < T * torch.finfo(torch.float32).eps
-
-
-@pytest.mark.parametrize("name", ["gla", "hgrn", "s4d"])
-@pytest.mark.parametrize("train", [False, True])
-def test_layers(rewritten, name, train):
-    fn, inputs = LAYERS[name](Sizes(Random(0), torch.float32, B, T))
-    outcome = rewritten(fn, *(x.contiguous().requires_grad_(train) for x in inputs))
-    assert any(target.startswith("refold.") for target in outcome.targets)
-    assert len(outcome.targets) < (250 if train else 60)
-    assert outcome.worst() < 1e-4
 
 
 def last_of_a_loop(x, a):
