@@ -435,13 +435,13 @@ NAMES = {
     "number-arithmetic": "`x[t].clamp(max=t)`",
     "outside-change": "`u`",
     "python-constant": "`torch.tensor([0.5] * 5000)`",
-    "python-state": "`w`",
+    "python-state": "`w` does not grow by the same number, or factor, at every step",
     "randomness": "`torch.rand_like(x[t])`",
     "read-computed": "`w`",
     "read-uneven": "`x` is read at positions that are not evenly spaced",
     "sequence-uneven": "[k * k % T for k in range(T)]",
     "sequence-unknown": "(x[t] for t in range(T))",
-    "shared-memory": "`out`",
+    "shared-memory": "a step reads `out`, which steps write to",
     "size-unknown": "`out`",
     "state-unstable": "`h`",
     "states-read": "`S.relu()`",
@@ -452,7 +452,7 @@ TRAINED = {"decay-sign", "detached", "hook", "no-gradient"}
 
 
 def told(fn, *calls, mode="inference", dynamic=None):
-    """Return the notes of a report on a function's loops, called with some inputs each; nothing is compiled."""
+    """Return the notes of a report on a function's loops, called with some inputs each; results are eager's."""
     entry = Described(mode)
 
     @captures_loops
@@ -462,7 +462,11 @@ def told(fn, *calls, mode="inference", dynamic=None):
 
     compiled = torch.compile(fn, backend=look, dynamic=dynamic)
     for inputs in calls:
-        compiled(*inputs)
+        x, *numbers = inputs
+        expected = fn(x.detach().clone().requires_grad_(x.requires_grad), *numbers)
+        results = compiled(*inputs)
+        if fn is not randomness:
+            torch.testing.assert_close(results, expected)
     return entry.notes
 
 
