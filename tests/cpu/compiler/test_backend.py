@@ -316,6 +316,7 @@ def test_explain_counts_what_a_captured_loop_costs():
 
     (graph,) = refold.explain(loop, torch.rand(3), torch.randn(2, 40, 3)).graphs
     (row,) = graph.rewrites
+    assert "h = torch.sigmoid(a) * h + x[:, t]" in row.source
     assert graph.flops_before - graph.flops_after == row.flops_before - row.flops_after > 0
     assert graph.bytes_before - graph.bytes_after == row.bytes_before - row.bytes_after != 0
 

@@ -62,13 +62,6 @@ def test_a_stack_of_all_steps_takes_no_part_of_them():
     assert torch.ops.aten.slice.Tensor not in targets
 
 
-@pytest.mark.parametrize("fn", [in_place, writes])
-def test_captured(captured, fn):
-    got, found = captured(fn, xs())
-    torch.testing.assert_close(got, fn(xs()))
-    assert found == [T]
-
-
 def test_layers_with_different_weights_are_no_loop_over_time(captured):
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(torch.nn.Linear(D, D) for _ in range(20))
@@ -92,36 +85,6 @@ def test_dropout_draws_anew_at_every_step(captured):
 
     got, _ = captured(fn, xs())
     assert not all(torch.equal(got[0], y) for y in got)
-
-
-def test_other_backends_are_left_alone():
-    nodes = []
-
-    def backend(gm, _):
-        nodes.append(len(gm.graph.nodes))
-        return gm
-
-    torch._dynamo.reset()
-    torch.compile(scan, backend=backend)(xs())
-    assert nodes[0] > 2 * T
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_a_captured_loop_becomes_a_scan(train):
-    torch._dynamo.reset()
-    one = RECURRENCES["selective"]
-    inputs = [x.requires_grad_(train) for x in one.inputs(B, T, HEAD)]
-    compiled = refold.compile(one.fn, accept="always", strict=True)
-    got, expected = compiled(*inputs), one.fn(*inputs)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    row = next(row for row in compiled.report.rewrites if row.name == "roll up loop")
-    assert row.status == "applied"
-    assert "h = torch.exp" in row.source
-    assert "selective_scan" in row.detail
-    assert row.flops_before > row.flops_after
-    if train:
-        grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, expected)]
-        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
 
 
 def changed_behind(x):
