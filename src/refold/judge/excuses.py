@@ -21,11 +21,11 @@ from .messages import ERRORS
 from .program import DEFINES
 
 _SWALLOWS = {"suppress", "ExitStack", "AsyncExitStack", "raises", "assertRaises"}
-_DYNAMIC = {"setattr", "__dict__", "vars", "__setattr__", "__setstate__", "globals", "locals", "__class__",
-            "__globals__", "f_globals"}  # fmt: skip
-_ANSWERS = {"__getattr__", "__getattribute__", "__get__"}  # methods that say what an attribute is
-_LOOKUPS = _DYNAMIC | {"getattr", "attrgetter", "methodcaller", "__getattr__", "__getattribute__", "modules",
-                       "getmembers", "getmembers_static", "getattr_static", "delattr", "__delattr__"}  # fmt: skip
+# What reads or sets something by a name that may be computed, and methods that say what an attribute is.
+_LOOKUPS = {"getattr", "setattr", "delattr", "vars", "globals", "locals", "attrgetter", "methodcaller", "modules",
+            "getmembers", "getmembers_static", "getattr_static", "f_globals", "__globals__", "__dict__", "__class__",
+            "__getattr__", "__getattribute__", "__setattr__", "__delattr__", "__setstate__"}  # fmt: skip
+_ANSWERS = {"__getattr__", "__getattribute__", "__get__"}
 _READERS = {("os.environ", "get"), ("os", "getenv")}
 _TEXTS = {"exec", "eval", "compile", "__import__", "FunctionType", "CodeType", "CompilationUnit"}
 _OPAQUE = {"load_inline", "CDLL", "RawKernel", "pyfunc_decl", "marshal"}
@@ -136,8 +136,8 @@ class Excuses:
         self._walk(tree, _ANYWHERE)
         self._available = self._optional_packages(tree)
         self._has_os = self._imported.get("os") == "os"
-        self._dynamic = bool(_DYNAMIC & set(self.names) or _ANSWERS & self._members.keys())
         self.looks_up = _looks_up(tree)
+        self._dynamic = self.looks_up or "__dict__" in self.names or bool(_ANSWERS & self._members.keys())
         self._guards, self._conditions = _guards(tree), _conditions(tree)
         exits = [f for f in self.functions.values() if f.name in ("__exit__", "__aexit__")]
         self._forgets = any(isinstance(n, ast.Return) and n.value and ast.unparse(n.value) not in ("None", "False")
@@ -250,7 +250,7 @@ class Excuses:
     def tells(self, body: list[ast.stmt]) -> bool:
         """Say whether a block only prints, logs, or warns of, what it asks tensors."""
         calls = [s.value for s in body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
-        if not body or len(calls) < len(body) or self._dynamic or self.looks_up:
+        if not body or len(calls) < len(body) or self._dynamic:
             return False
         return all(map(self._says, calls)) and self.only_asks(body, [call.func for call in calls])
 
@@ -349,7 +349,7 @@ class Excuses:
         blocks run there, and these are marked themselves.
         """
         name = node.targets[0].id if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) else ""
-        hidden = self._dynamic or self.looks_up or (self.strings[name] > self._variables[name] * self._has_os)
+        hidden = self._dynamic or self.strings[name] > self._variables[name] * self._has_os
         return self._bound[name] == 1 and self.names[name] == 1 + self._conditions[name] and not hidden
 
     @_once(False)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from .inputs import is_real
 from .messages import Description, Place
 from .sandbox import data_bytes
 from .shared import Kin, Shared
+
+if TYPE_CHECKING:
+    from .nursery import Nursery
 
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
 _AWAKE_S = 60.0  # the longest that a thread may neither sleep nor run, on however busy a machine
@@ -109,17 +112,6 @@ class Result:
     reused: list[bool] = field(default_factory=list)
 
 
-class Home(Protocol):
-    """What a process asks of the nursery that started it."""
-
-    device: str
-    has_read: bool
-
-    def strangers(self) -> list[int]:
-        """List the processes that no program of the trial is."""
-        ...
-
-
 class Process:
     """One program in its process.
 
@@ -137,7 +129,7 @@ class Process:
         most: The most bytes that results of a call may span together.
     """
 
-    def __init__(self, home: Home, text: str, name: str, folder: Path, shared: Shared, channel: socket.socket):
+    def __init__(self, home: Nursery, text: str, name: str, folder: Path, shared: Shared, channel: socket.socket):
         self._home, self._text, self._name = home, text, name
         self.folder, self.shared, self.channel = folder, shared, Channel(channel)
         self.pid, self.family = 0, set[int]()
