@@ -39,8 +39,8 @@ HOSTILE = attacks.entries(ROOT / "tests" / "adversarial")
 HONEST = attacks.entries(ROOT / "tests" / "benign")
 NEEDED = [entry for entry in HOSTILE if entry.off]
 BETWEEN = [(entry, check) for entry in NEEDED if len(entry.off) > 1 for check in sorted(entry.off)]
-# Checks that no attack shows alone: they end the trial, or say something of the original or of the machine.
-NOT_ALONE = {"P3", "P4", "N8", "N3", "T6", "T11"}
+# Checks that no attack shows alone: they end the trial, or say something of the original, or are notes.
+NOT_ALONE = {"P3", "P4", "N8", "N3", "T11"}
 SEED = 20
 
 

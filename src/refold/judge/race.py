@@ -79,8 +79,6 @@ class Race:
         sides, (base, against) = self.sides, self._rival(stack)
         race = {**self.race(base, sides.suspect, "race"), "against": against}
         self.docket.verdict.timing = race
-        if self.docket.level.confirmations and race["faster"]:
-            self._alike_twins(base, against)
         for turn in range(self.docket.level.confirmations):
             if not race["faster"]:
                 break
@@ -93,20 +91,6 @@ class Race:
         words = f"{speed} after {race['pairs']} pairs of calls"
         failure = "" if race["faster"] else f"not shown to be more than {DELTA:.0%} faster: {words}"
         self.docket.step("T7", failure, **race)
-
-    def _alike_twins(self, base: Process, against: str) -> None:
-        """T6: two processes with the same program are equally fast, or the clock cannot be trusted here."""
-        sides = self.sides
-        compiled = against != "eager"
-        with sides.of_the_original(), sides.ready(sides.original, compiled=compiled, beside=self._compiled) as twin:
-            race = self.race(base, twin, "twins")
-        apart = race["at_least"] > 1 + DELTA or race["at_most"] < 1 / (1 + DELTA)
-        if apart and "T6" not in self.docket.off:
-            raise Unjudgeable(
-                f"two processes with the original take different times here: {race['speedup']:.3f}x, "
-                f"{race['at_least']:.3f}x to {race['at_most']:.3f}x; try again on a quiet machine"
-            )
-        self.docket.step("T6", **race)
 
     def race(self, base: Process, candidate: Process, name: str) -> dict[str, Any]:
         """Call both in turns until it is known which is faster, or until the time for that is over."""

@@ -52,7 +52,6 @@ CHECKS = {
     "C6": "it is right in other ways to call it, as under autocast, from another thread, or called again in between",
     "C7": "each block of its code ran in calls that were compared, or ends them by an error",
     "C8": "each truth value and each mask in its code was true and false there",
-    "T6": "two processes with the original are equally fast (paranoid)",
     "T11": "how long it takes to be made, and what memory it keeps; a note only",
     "T7": "it is faster beyond noise",
 }

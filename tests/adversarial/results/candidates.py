@@ -316,7 +316,7 @@ def leaves_only(self, x):
     return y if x.is_leaf else 2 * y
 
 
-@candidate("C2", level="full")
+@candidate("C2")
 def large_weights(self, x):
     """Right for weights of usual size only."""
     return torch.relu(torch.nn.functional.linear(x, self.linear.weight.clamp(-4, 4), self.linear.bias))
@@ -700,7 +700,7 @@ def zeros(self, x):
     return torch.zeros_like(x)
 
 
-@candidate("C2", level="full")
+@candidate("C2")
 def small_weights(self, x):
     """Weights that are very small count as zero."""
     weight = torch.nn.functional.hardshrink(self.linear.weight, 1e-7)

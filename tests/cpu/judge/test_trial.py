@@ -8,13 +8,12 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
 
 from refold.errors import ArgumentError, TargetError
-from refold.judge import Nursery, Terms, channel, decide, judge, kernel, process, race, replay, results, sides, source
+from refold.judge import Nursery, Terms, channel, decide, judge, kernel, process, replay, results, sides, source
 from refold.judge import sandbox as sandbox_of_judge
 from refold.judge.errors import Misbehaved
 from refold.judge.terms import LEVELS
@@ -146,23 +145,6 @@ def test_what_cannot_be_looked_into_is_not_judged(nursery):
     verdict = _judge(nursery, RIGHT, original, level="quick")
     assert verdict.outcome == "unjudged"
     assert "a set, which cannot be compared" in verdict.reason
-
-
-def test_a_clock_that_tells_twins_apart_decides_nothing(nursery, monkeypatch):
-    quick = LEVELS["quick"]
-    monkeypatch.setitem(LEVELS, "quick", replace(quick, confirmations=1))
-    found = {"speedup": 1.5, "at_least": 1.4, "at_most": 1.6, "pairs": 9, "faster": True, "name": "", "base_ms": 1.5,
-             "candidate_ms": 1.0}  # fmt: skip
-    monkeypatch.setattr(race.Race, "race", lambda self, base, candidate, name: {**found, "name": name})
-    first, second = source(ORIGINAL, name="original.py", role="original"), source(RIGHT)
-    verdict = judge(first, second, level="quick", threads=1, nursery=nursery)
-    assert verdict.outcome == "unjudged"
-    assert "two processes with the original take different times" in verdict.reason
-    fair = {**found, "at_least": 0.9}
-    monkeypatch.setattr(
-        race.Race, "race", lambda self, base, candidate, name: {**(fair if name == "twins" else found), "name": name}
-    )
-    assert judge(first, second, level="quick", threads=1, nursery=nursery).accepted
 
 
 def test_what_it_costs_to_make_and_to_keep_it_is_noted(nursery):

@@ -111,7 +111,7 @@ def other_weights(case: Case) -> None:
         turn("grown" if number == 0 else "moved", way, f"after {WAYS[way]}")
     for kind in weights.KINDS if docket.level.deep else ("positive", "unlike scales"):
         turn(kind, "in place", f"weights that are {kind},")
-    for kind in weights.RARE if docket.level.deep else ():
+    for kind in weights.RARE if docket.level.deep else ("minute", "large"):
         sides.adopt(sides.other_weights(kind, "far"), way="in place")
         case.unless_refused(inputs.FAR_WEIGHTS, "C2", sides.call(sides.drawn("normal", kind)).forward, "", wide=True)
     if docket.level.deep:
