@@ -9,6 +9,8 @@ ORIGINAL = "ema"
 
 @functools.lru_cache(maxsize=8)
 def powers(n, dtype, device):
+    if n > 1 << 24:
+        raise ValueError("sequences may have 2^24 steps")
     at = torch.arange(n)
     return torch.where(at[:, None] >= at, 0.9 ** (at[:, None] - at), 0.0).to(device, dtype)
 

@@ -225,13 +225,20 @@ class Cover:
         for site in (site for site in self._branches.sites if site.errors and due):
             at = site.places[0]
             for kind, place in site.errors.items():
-                ways = (self._ends(ask, at, kind) for _ in range(_WAYS * (at in self._last)))
+                ways = (self.ends(ask, at, kind) for _ in range(_WAYS * (at in self._last)))
                 found = list(itertools.takewhile(lambda ends: ends is not None, ways))
                 self._lost |= Marks() if all(found) else {place}
                 self.marks |= {place} if found or at in self._prepared else Marks()
         self.marks -= self._lost
 
-    def _ends(self, ask: Callable[[], Any], at: int, kind: str) -> bool | None:
+    @property
+    def unraised(self) -> list[tuple[int, str, int]]:
+        """Blocks that ran, and the errors that were not raised there when a call was made again, as what it keeps."""
+        ran = (site for site in self._branches.sites if site.errors and site.places[0] in self.marks)
+        each = [(site.places[0], kind, place) for site in ran for kind, place in site.errors.items()]
+        return [one for one in each if one[2] not in self.marks | self._lost]
+
+    def ends(self, ask: Callable[[], Any], at: int, kind: str) -> bool | None:
         """Say whether an error in a block ends the call; None if it was not raised."""
         self._write({at: 2 + ERRORS.index(kind)})
         self._pending, ends = True, False
@@ -247,7 +254,8 @@ class Cover:
 
     def enough(self) -> None:
         """Raise `Enough` if there is nothing left to see."""
-        if all(why for _, _, why in self._branches.missing(self.marks)):
+        later = {place for _, _, place in self.unraised}
+        if not self._due and all(why for _, _, why in self._branches.missing(self.marks | later)):
             raise Enough("every branch ran")
 
 

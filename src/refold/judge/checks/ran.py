@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import replace
+from functools import partial
 
 from .. import inputs
 from ..branches import Cover, Marks, marked
@@ -74,9 +75,13 @@ def everything(case: Case) -> None:
             finally:
                 docket.level = level
         _remembers(double, cover)
-        if cover.forged:
-            docket.step("C7", "it runs functions to which no name leads, or writes to what tells what it runs")
-        missing = branches.missing(cover.marks)
+    if cover.forged:
+        docket.step("C7", "it runs functions to which no name leads, or writes to what tells what it runs")
+    if unraised := cover.unraised:
+        with sides.doubled(branches) as first:
+            ask = partial(sides.suspect.call, sides.call(sides.first))
+            cover.marks |= {place for at, kind, place in unraised if first.ends(ask, at, kind)}
+    missing = branches.missing(cover.marks)
     for check in ("C7", "C8"):
         found = [f"{site} {wanted}" for site, wanted, why in missing if not why and site.value is (check == "C8")]
         listed = list(dict.fromkeys(found))[:LISTED]
