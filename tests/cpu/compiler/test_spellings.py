@@ -117,17 +117,6 @@ def gate_loop(q, k, v, size, angle):
     return torch.einsum("btn,btnd->btd", q.to(states.dtype), states).real
 
 
-def longhorn(x, q, k, dt):
-    """A decay that depends on keys and step sizes (Liu et al. 2024, arXiv:2407.14207)."""
-    dt = dt.sigmoid() / (1 + dt.sigmoid() * k.square().sum(-1, keepdim=True))
-    decays, inputs = 1 - torch.einsum("bld,bln->bldn", dt, k.pow(2)), torch.einsum("bld,bln->bldn", dt, k)
-    h, out = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]), []
-    for t in range(x.shape[1]):
-        h = decays[:, t] * h + inputs[:, t] * x[:, t].unsqueeze(-1)
-        out.append(torch.einsum("bn,bdn->bd", q[:, t], h))
-    return torch.stack(out, 1)
-
-
 def operation(a, x):
     """PyTorch's own ``scan``, of which the last state is read, too."""
     from torch._higher_order_ops.scan import scan
@@ -170,23 +159,6 @@ def fast_weights_from_the_right(q, k, v, g):
         out.append(torch.mv(state, q[t]))
         state = torch.addr(state * g[t].sigmoid(), v[t], k[t])
     return torch.stack(out)
-
-
-def keys_in_front(q, k, v):
-    """What is contracted is the first axis of the state."""
-    state, out = torch.zeros_like(k[0]), []
-    for t in range(q.shape[0]):
-        state = 0.9 * state + k[t] * v[t]
-        out.append((q[t] * state).sum(0))
-    return torch.stack(out)
-
-
-def states_by_baddbmm(q, k, v):
-    state, out = k.new_zeros(k.shape[0], k.shape[2], v.shape[2]), []
-    for t in range(k.shape[1]):
-        state = torch.baddbmm(state, k[:, t].unsqueeze(2), v[:, t].unsqueeze(1), beta=0.97, alpha=0.5)
-        out.append(torch.bmm(q[:, t].unsqueeze(1), state).squeeze(1))
-    return torch.stack(out, 1)
 
 
 def reset_by_a_mask(x, ends):
@@ -249,39 +221,6 @@ def inputs_by_any_operation(x, g):
     return torch.stack(out, 1) + loss
 
 
-def goertzel(x):
-    """One bin of a spectrum: what is used is the last state, and the one before it (Goertzel 1958)."""
-    w = 2 * math.cos(0.4)
-    s1 = s2 = torch.zeros_like(x[:, 0])
-    for n in range(x.shape[1]):
-        s = x[:, n] + w * s1 - s2
-        s2 = s1
-        s1 = s
-    return s1**2 + s2**2 - w * s1 * s2
-
-
-def closed_loop(ref):
-    """A first-order plant with a PID controller."""
-    y = integral = previous = torch.zeros_like(ref[:, 0])
-    out = []
-    for t in range(ref.shape[1]):
-        error = ref[:, t] - y
-        integral = integral + 0.05 * error
-        y = y + 0.05 * (error + 0.4 * integral + 0.4 * (error - previous) - y)
-        previous = error
-        out.append(y)
-    return torch.stack(out, 1)
-
-
-def going_for_it(r, v):
-    """Returns that follow the better of what was done and what was expected (Vinyals et al. 2019)."""
-    value, out = v[:, -1], []
-    for t in reversed(range(r.shape[1] - 1)):
-        value = r[:, t] + 0.9 * torch.maximum(v[:, t + 1], value)
-        out.append(value)
-    return torch.stack(out[::-1], 1)
-
-
 def membrane(x):
     """A leaky integrator whose steps leave pairs."""
     mem, recorded = torch.zeros_like(x[:, 0]), []
@@ -298,16 +237,6 @@ def adam_in_place(g):
         m.mul_(0.9).add_(g[:, t], alpha=0.1)
         p.addcdiv_(m, 1 + g[:, t] ** 2, value=-0.01 / (1 - 0.9 ** (t + 1)))
         out.append(p.clone())
-    return torch.stack(out, 1)
-
-
-def adafactor(g):
-    """Second moments whose decay depends on a power of the step's number (Shazeer & Stern 2018)."""
-    v, out = torch.zeros_like(g[:, 0]), []
-    for t in range(g.shape[1]):
-        decay = 1 - (t + 1) ** -0.8
-        v = decay * v + (1 - decay) * (g[:, t] ** 2 + 1e-3)
-        out.append(g[:, t] * v.rsqrt())
     return torch.stack(out, 1)
 
 
@@ -342,15 +271,6 @@ def lists_of_moments(g, p):
     return torch.cat(params, -1)
 
 
-def products_added(x, a):
-    h, out = x[:, 0], []
-    for t in range(x.shape[1]):
-        h = torch.addcmul(x[:, t], a[:, t].sigmoid(), h, value=0.5)
-        h = torch.addcdiv(x[:, t], h, 1 + a[:, t].exp(), value=-0.5)
-        out.append(h)
-    return torch.stack(out, 1)
-
-
 def halves_of_a_position(x):
     """Two writes per step, next to one another in one row."""
     h, out = x[:, 0], x.new_zeros(*x.shape[:2], 2 * x.shape[2])
@@ -383,27 +303,19 @@ SPELLINGS = {
     s4d_by_steps: ([LONG, WEIGHTS, WEIGHTS, WEIGHTS], "complex scan"),
     sums_of_chunks: ([(BATCH, 2 * STEPS, CHANNELS)] * 2, "linear_scan"),
     gate_loop: ([LONG] * 5, "complex scan"),
-    longhorn: ([LONG] * 4, "linear_scan"),
     fast_weights_of_one_sequence: ([ONE] * 4, "ssd"),
     fast_weights_from_the_right: ([ONE] * 4, "linear_scan"),
-    keys_in_front: ([(STEPS, HEAD, BATCH)] * 3, "linear_scan"),
-    states_by_baddbmm: ([LONG] * 3, "ssd"),
     reset_by_a_mask: ([LONG] * 2, "linear_scan"),
     reset_by_filling: ([LONG, LONG, ()], "linear_scan"),
     learned_reset_of_layers: ([LONG, LONG, (CHANNELS,)], "linear_scan"),
     running_range: ([LONG], "running minimum"),
     running_logsumexp: ([LONG] * 2, "running maximum"),
     inputs_by_any_operation: ([LONG] * 2, "linear_scan"),
-    goertzel: ([LONG], "linear_system of 2"),
-    closed_loop: ([LONG], "linear_system of 3"),
-    going_for_it: ([LONG] * 2, "bounded scan"),
     membrane: ([LONG], "linear_scan"),
     adam_in_place: ([LONG], "linear_scan"),
-    adafactor: ([LONG], "linear_scan"),
     returns_of_lists: ([LONG] * 2, "linear_scan"),
     lists_of_moments: ([LONG] * 2, "linear_scan"),
     halves_of_a_position: ([LONG], "linear_scan"),
-    products_added: ([LONG] * 2, "linear_scan"),
     columns_in_a_list: ([(BATCH, CHANNELS, STEPS)], "linear_scan"),
     operation: ([LONG] * 2, "linear_scan"),
     operation_against_time: ([LONG] * 2, "linear_scan"),

@@ -93,20 +93,6 @@ def test_transformers_spelling(training, initial, final):
     ]
 
 
-def as_fla(q, k, v, g, beta, r):
-    """With copies of the state, and an einsum that reads it."""
-    q, k, v, beta, g = (x.transpose(1, 2).contiguous() for x in (q, k, v, beta, g))
-    o, h = torch.zeros_like(v), torch.zeros(B, H, N, P).to(v)
-    for i in range(T):
-        b_q, b_k, b_v = q[:, :, i], k[:, :, i], v[:, :, i].clone()
-        h = h.clone() * g[:, :, i].exp()[..., None, None]
-        b_v = b_v - (h.clone() * b_k[..., None]).sum(-2)
-        b_v = b_v * beta[:, :, i][..., None]
-        h = h.clone() + b_k.unsqueeze(-1) * b_v.unsqueeze(-2)
-        o[:, :, i] = torch.einsum("bhd,bhdm->bhm", b_q, h)
-    return o
-
-
 def as_kda(q, k, v, g, beta, r):
     """With a decay per key, and the strength in the key."""
     g = g[..., None] * (1 + r.square())
@@ -126,25 +112,6 @@ def ungated(q, k, v, g, beta, r):
         u = (v[:, i] - (S.clone() * k[:, i, ..., None]).sum(-2)) * beta[:, i]
         S = S.clone() + k[:, i].unsqueeze(-1) * u.unsqueeze(-2)
         out.append(torch.einsum("bhd,bhdm->bhm", q[:, i], S))
-    return torch.stack(out, 1), S
-
-
-def without_strength(q, k, v, g, beta, r):
-    S, out = torch.zeros(B, H, N, P).to(v), []
-    for i in range(T):
-        S = S + k[:, i, ..., None] * (v[:, i] - (S * k[:, i, ..., None]).sum(-2))[..., None, :]
-        out.append((S * q[:, i, ..., None]).sum(-2))
-    return torch.stack(out, 1)
-
-
-def with_matmul(q, k, v, g, beta, r):
-    """A state of (values, keys), and products of matrices."""
-    S, out = torch.zeros(B, H, P, N).to(v), []
-    for i in range(T):
-        S = S * g[:, i, :, None, None].exp()
-        u = beta[:, i, :, None, None] * (v[:, i, ..., None] - S @ k[:, i, ..., None])
-        S = S + u @ k[:, i, :, None]
-        out.append((S @ q[:, i, ..., None]).squeeze(-1))
     return torch.stack(out, 1), S
 
 
@@ -171,28 +138,6 @@ def with_einsum(q, k, v, g, beta, r):
     return torch.stack(out, 1), S
 
 
-def decay_from_gates(q, k, v, g, beta, r):
-    """The decays are formed before the loop, and are no exponentials."""
-    alpha, S, out = torch.sigmoid(-g - 1), v.new_zeros(B, H, N, P), []
-    for i in range(T):
-        S = 0.9 * S * alpha[:, i, :, None, None]
-        u = beta[:, i, :, None] * v[:, i] - (S * (beta[:, i, :, None] * r[:, i])[..., None]).sum(-2)
-        S = S + k[:, i, ..., None] * u[..., None, :]
-        out.append((S * q[:, i, ..., None]).sum(-2))
-    return torch.stack(out, 1)
-
-
-def multiplied_out(q, k, v, g, beta, r):
-    """As one sum of three products; signs are those of read keys."""
-    S, out = v.new_zeros(B, H, N, P), []
-    for i in range(T):
-        S = S * g[:, i, :, None, None].exp()
-        read = (S * k[:, i, ..., None]).sum(2, keepdim=True)
-        S = S + 0.5 * k[:, i, ..., None] * read + k[:, i, ..., None] * v[:, i, :, None]
-        out.append((S * q[:, i, ..., None]).sum(-2) * 2 + v[:, i])
-    return torch.stack(out, 1)
-
-
 def one_sequence(q, k, v, g, beta, r):
     """A state without batch and heads; only the last one is used."""
     q, k, v, beta = q[0, :, 0], k[0, :, 0], v[0, :, 0], beta[0, :, 0]
@@ -200,17 +145,6 @@ def one_sequence(q, k, v, g, beta, r):
     for i in range(T):
         S = S + torch.outer(k[i], (v[i] - (S * k[i, :, None]).sum(0)) * beta[i])
     return S
-
-
-def shared_keys(q, k, v, g, beta, r):
-    """Keys and queries of one head for all; decays are of one element each."""
-    S, out = v.new_zeros(B, H, N, P), []
-    for i in range(T):
-        S = S * g[:, i, :1, None, None].exp()
-        u = v[:, i] - (S * k[:, i, :1, :, None]).sum(-2)
-        S = S + k[:, i, :1, :, None] * u[:, :, None]
-        out.append((S * q[:, i, :1, :, None]).sum(-2))
-    return torch.stack(out, 1)
 
 
 def two_queries(q, k, v, g, beta, r):
@@ -277,16 +211,6 @@ def fast_weights_that_fade(q, k, v, g, beta, r):
     return torch.cat(out, 2), W
 
 
-def another_key_erases(q, k, v, g, beta, r):
-    S, out = v.new_zeros(B, H, N, P), []
-    for t in range(T):
-        S = S * g[:, t, :, None, None].exp()
-        S = S - beta[:, t, :, None, None] * r[:, t, ..., None] * (S * r[:, t, ..., None]).sum(-2, keepdim=True)
-        S = S + k[:, t, ..., None] * v[:, t, :, None]
-        out.append(torch.einsum("bhnp,bhn->bhp", S, q[:, t]))
-    return torch.stack(out, 1), S
-
-
 def as_one_matrix(q, k, v, g, beta, r, one=lambda v: torch.eye(N).to(v)[None].expand(H, N, N)):
     """A state of (values, keys), times an identity less what is erased."""
     S, out, I = v.new_zeros(B, H, P, N), [], one(v)
@@ -343,10 +267,8 @@ def unlike_writes(q, k, v, g, beta, r):
 
 
 SPELLINGS = [
-    as_fla, as_kda, ungated, without_strength, with_matmul, with_bmm, with_einsum, decay_from_gates, multiplied_out,
-    one_sequence, shared_keys, two_queries, with_addcmul, with_mv, rwkv7, rwkv7_of_one_head, fast_weights_that_fade,
-    another_key_erases, as_one_matrix, as_a_diagonal_and_a_product, from_an_identity, delta_product,
-    unlike_writes,
+    as_kda, ungated, with_bmm, with_einsum, one_sequence, two_queries, with_addcmul, with_mv, rwkv7, rwkv7_of_one_head,
+    fast_weights_that_fade, as_one_matrix, as_a_diagonal_and_a_product, from_an_identity, delta_product, unlike_writes,
 ]  # fmt: skip
 
 
