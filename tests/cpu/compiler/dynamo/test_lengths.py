@@ -34,14 +34,6 @@ def writes(x):
     return o
 
 
-def backwards(x):
-    h, o = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
-    for t in range(x.shape[1] - 1, -1, -1):
-        h = 0.5 * h + x[:, t]
-        o[:, t] = h
-    return o, t
-
-
 def reversed_range(x):
     h, o = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
     for t in reversed(range(x.shape[1])):
@@ -56,16 +48,6 @@ def last_only(x):
         h = 0.5 * h + x[:, t]
         n += 2
     return h, n
-
-
-def two_loops(x):
-    for _ in range(2):
-        h, ys = torch.zeros_like(x[:, 0]), []
-        for t in range(x.shape[1]):
-            h = 0.5 * h + x[:, t]
-            ys.append(h)
-        x = torch.stack(ys, dim=-2).tanh()
-    return x
 
 
 def first_item_before(x):
@@ -93,14 +75,6 @@ def prepared(x):
     return torch.stack(ys, 1)
 
 
-def ends(x):
-    h, ys = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        h = 0.5 * h + x[:, t]
-        ys.append(h)
-    return ys[-1] + ys[0], torch.stack(ys, 1), len(ys)
-
-
 def counted(x):
     h = torch.zeros_like(x[:, 0])
     for t in range(x.shape[1]):
@@ -124,11 +98,8 @@ def unbound(x):
     return torch.stack(ys, 1)
 
 
-ONE = (
-    stacked, writes, backwards, reversed_range, last_only, two_loops, first_item_before, concatenated, prepared,
-)  # fmt: skip
-EACH = (ends, last_differs, unbound, counted)
-lengths_of = {ends: LENGTHS[:5], counted: LENGTHS[:5]}
+ONE = (stacked, writes, reversed_range, last_only, first_item_before, concatenated, prepared)
+EACH = (last_differs, unbound, counted)
 
 
 def _sum(ys):
@@ -222,7 +193,7 @@ def test_one_trace_for_all_lengths(fn, counting):
 @pytest.mark.parametrize("fn", EACH if KEEPS_SYMBOLS else [*ONE, *EACH])
 def test_else_each_length_is_traced_with_its_number(fn, counting):
     compiled = torch.compile(fn, backend=counting)
-    for steps in lengths_of.get(fn, LENGTHS):
+    for steps in LENGTHS[:5] if fn is counted else LENGTHS:
         same(compiled(xs(steps)), fn(xs(steps)))
     assert all(graph for graph in counting.graphs[:4])
 
@@ -245,13 +216,11 @@ def test_chunks_of_each_length_are_captured(counting):
 
 
 @symbolic
-@pytest.mark.parametrize("mark", ["dynamic", "mark_dynamic"])
-def test_symbols_from_the_first_call(mark, counting):
-    compiled = torch.compile(stacked, backend=counting, dynamic=True if mark == "dynamic" else None)
+def test_a_length_that_is_marked_is_a_symbol_from_the_first_call(counting):
+    compiled = torch.compile(stacked, backend=counting)
     for steps in (24, 40):
         x = xs(steps)
-        if mark == "mark_dynamic":
-            torch._dynamo.mark_dynamic(x, 1)
+        torch._dynamo.mark_dynamic(x, 1)
         same(compiled(x), stacked(x))
     assert counting.graphs == [[None]]
 

@@ -89,36 +89,6 @@ def test_spellings(rewritten, fn):
     assert outcome.worst() < 1e-5
 
 
-def attention(q, k, v, decay, write=lambda t: 1.0):
-    """Attend linearly; ``decay`` broadcasts against states (batch, heads, N, D)."""
-    S, out = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
-    for t in range(q.shape[2]):
-        S = decay(t) * S + write(t) * k[:, :, t, :, None] * v[:, :, t, None, :]
-        out.append((q[:, :, t, :, None] * S).sum(-2))
-    return torch.stack(out, dim=2)
-
-
-def learned_retention(q, k, v):
-    return attention(q, k, v, lambda t: torch.sigmoid(q.mean((0, 2, 3)))[:, None, None])
-
-
-def gated_attention(q, k, v):
-    return attention(q, k, v, lambda t: torch.sigmoid(q[:, :, t, 0])[:, :, None, None] * 0.9)
-
-
-def exponential_gates(q, k, v):
-    forget, write = torch.nn.functional.logsigmoid(q.sum(-1)), torch.exp(k.sum(-1))
-    return attention(q, k, v, lambda t: torch.exp(forget[:, :, t, None, None]), lambda t: write[:, :, t, None, None])
-
-
-def gated_keys(q, k, v):
-    return attention(q, k, v, lambda t: torch.sigmoid(q[:, :, t, :, None]))
-
-
-def signed_decay(q, k, v):
-    return attention(q, k, v, lambda t: torch.tanh(q[:, :, t, 0])[:, :, None, None])
-
-
 def last_state_only(x, w):
     h, hs = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
@@ -144,7 +114,7 @@ def two_carries(x, w):
     return torch.stack(out, dim=1)
 
 
-ATTENTION, GATES = [(B, 2, T, N), (B, 2, T, N), (B, 2, T, D)], [(B, T, D), (D, D)]
+GATES = [(B, T, D), (D, D)]
 # What the loops of a layer become: one of `support.layers`, or a function and the shapes of its inputs.
 SCANS = {
     "mamba1": ["selective_scan"],
@@ -158,11 +128,6 @@ SCANS = {
     "min_lstm": ["linear_scan"],
     "both_ways": ["linear_scan"] * 2,
     "two_layers": ["linear_scan"] * 2,
-    (learned_retention, *ATTENTION): ["ssd"],
-    (gated_attention, *ATTENTION): ["ssd"],
-    (exponential_gates, *ATTENTION): ["ssd"],
-    (gated_keys, *ATTENTION): ["linear_scan"],
-    (signed_decay, *ATTENTION): ["ssd"],
     (last_state_only, *GATES): ["linear_scan"],
     (reverse_negative_index, *GATES): ["linear_scan"],
     (two_carries, *GATES): ["linear_scan"] * 2,

@@ -101,7 +101,7 @@ DECAYS = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", DECAYS)
 def test_decays_of_selective_scans(rewritten, name):
     fn, operator = DECAYS[name]
