@@ -322,6 +322,15 @@ def test_memory_is_given_back():
     assert replayed(again)
 
 
+def test_a_default_device_is_no_reason_for_ordinary_calls():
+    model, plain, summary = pair("mamba2")
+    ids = ids_of(1, 4)
+    with torch.device("cpu"):
+        assert model.generate(ids, **GREEDY).tolist() == plain.generate(ids, **GREEDY).tolist()
+    assert replayed(summary) > 2
+    assert "watches" not in str(summary)
+
+
 def test_what_is_said_of_calls_without_a_graph():
     model, _, summary = pair("mamba2")
     cache = read(model, ids_of(1, 4))

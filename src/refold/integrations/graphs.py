@@ -472,7 +472,7 @@ def refusal(model: Any, given: Mapping[str, Any]) -> str | None:
     ids = given["input_ids"]
     if torch.is_grad_enabled():
         return "gradients are on: use torch.no_grad()"
-    if private.watched() or any_global_hook():
+    if private.watched(ids.device) or any_global_hook():
         return "something watches calls (a mode, a transform, a global hook)"
     if torch.is_autocast_enabled(ids.device.type):
         return "autocast is on"

@@ -37,7 +37,7 @@ def original(module: Any) -> Any:
 
 def quiet(x: Tensor) -> bool:
     """Whether nothing needs or watches what is computed from ``x``, so that only values count."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or private.watched():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or private.watched(x.device):
         return False
     return type(x) is Tensor and not torch.is_autocast_enabled(x.device.type)
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import refold.ops as ops
-from refold.errors import RefoldError
+from refold.errors import ArgumentError, RefoldError
 from refold.ops.torch import registry
 
 NAMES = ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state", "cu_seqlens"]
@@ -125,6 +126,27 @@ def test_another_mode_is_not_served(call: Callable[..., Any], mode: Callable[[],
     assert call(given, given) is REMEMBERED
     with mode():
         assert run(given) is not REMEMBERED
+
+
+def test_a_default_device_is_not_asked(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a mode of torch's functions, which would take microseconds of each use of a tensor."""
+    given = arrays()
+    expected = ops.ssd(*given[:5])[0]
+    assert call(given, given) is REMEMBERED
+    monkeypatch.setattr(DeviceContext, "__torch_function__", lambda *_: pytest.fail("it was asked"))
+    with torch.device("meta"):
+        assert run(given) is REMEMBERED
+        found = [ops.ssd(*given[:5])[0] for _ in range(2)]
+        in_a_program = registry.OPS["ssd"].at_once(*given, *registry.RUNNERS["ssd"].spec.written_options(OPTIONS), "")
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)
+    others = {"D": given[5], "dt_softplus": True, "chunk_size": 4, "backend": "torch"}
+    torch.testing.assert_close(in_a_program[0], ops.ssd(*given[:5], **others)[0])
+    monkeypatch.undo()
+    with torch.device("meta"):
+        with pytest.raises(ArgumentError, match="dt"):
+            ops.ssd(given[0], given[1][:, 1:], *given[2:5])
+        assert torch.ones(1).is_meta
 
 
 def test_gradients_are_not_lost_when_they_are_enabled_again(call: Callable[..., Any]) -> None:

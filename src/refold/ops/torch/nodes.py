@@ -55,7 +55,7 @@ def _at_once(node: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         later = True in [x.is_neg() or x.is_conj() for x in args if isinstance(x, Tensor)]
         return node(*args) if later or private.watched() or private.profiled() else run(*args)
 
-    return call
+    return private.apart_from_default_device(call)
 
 
 def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:

@@ -28,31 +28,66 @@ def _find_guards() -> Any:
     return TensorGuards
 
 
-def _find_watched() -> Callable[[], bool]:
-    """Find the test whether calls are traced, or go through modes or transforms."""
+def _find_watched() -> Callable[..., bool]:
+    """Find the test whether calls are traced, or go through modes or transforms.
+
+    A default device is a mode, too. It changes nothing for what happens ``at`` this device.
+    """
     try:
         from torch.autograd import forward_ad
+        from torch.utils._device import DeviceContext
 
         dispatch_modes = torch._C._len_torch_dispatch_stack
-        function_modes = torch._C._len_torch_function_stack
+        function_modes, mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
         transforms = torch._C._functorch.peek_interpreter_stack
         if not isinstance(forward_ad._current_level, int):
             raise AttributeError("torch.autograd.forward_ad._current_level")
-    except AttributeError as error:
+    except (ImportError, AttributeError) as error:
         _without(str(error), "each call of an operator goes through the dispatcher, 20 microseconds more")
-        return lambda: True
+        return lambda at=None: True
 
-    def watched() -> bool:
+    def default_device() -> torch.device | None:
+        mode = mode_at(0) if function_modes() > 0 else None
+        return mode.device if type(mode) is DeviceContext else None
+
+    def watched(at: torch.device | None = None) -> bool:
         return (
             torch.compiler.is_compiling()
             or dispatch_modes() > 0
-            or function_modes() > 0
+            or function_modes() > (at is not None and default_device() in (at, torch.device(at.type)))
             or transforms() is not None
             or torch.jit.is_tracing()
             or forward_ad._current_level >= 0
         )
 
     return watched
+
+
+def apart_from_default_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that says where it makes tensors run without a default device.
+
+    That is a mode, which takes three microseconds of each use of a tensor, were it only of its shape.
+    """
+    try:
+        from torch.utils._device import DeviceContext
+
+        count, pop, push = (getattr(torch._C, f"_{name}_torch_function_stack") for name in ("len", "pop", "push_on"))
+    except (ImportError, AttributeError):
+        return run  # the mode does not change what is computed
+
+    def call(*args: Any) -> Any:
+        if count() != 1:
+            return run(*args)
+        mode = pop()
+        if type(mode) is not DeviceContext:
+            push(mode)
+            return run(*args)
+        try:
+            return run(*args)
+        finally:
+            push(mode)
+
+    return call
 
 
 def _find_profiled() -> Callable[[], bool]:

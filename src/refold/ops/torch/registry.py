@@ -101,6 +101,7 @@ def operation(form: str) -> Operation:
     return next(Operation(spec) for spec in all_specs() if spec.form == form)
 
 
+@private.apart_from_default_device
 def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> Any:
     """Run the op ``name``: as a dispatcher node where something could see one, else directly."""
     watched, runner = private.watched(), RUNNERS[name]
