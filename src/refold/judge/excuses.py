@@ -26,7 +26,6 @@ _LOOKUPS = {"getattr", "setattr", "delattr", "vars", "globals", "locals", "attrg
             "getmembers", "getmembers_static", "getattr_static", "f_globals", "__globals__", "__dict__", "__class__",
             "__getattr__", "__getattribute__", "__setattr__", "__delattr__", "__setstate__"}  # fmt: skip
 _ANSWERS = {"__getattr__", "__getattribute__", "__get__"}
-_READERS = {("os.environ", "get"), ("os", "getenv")}
 _TEXTS = {"exec", "eval", "compile", "__import__", "FunctionType", "CodeType", "CompilationUnit"}
 _OPAQUE = {"load_inline", "CDLL", "RawKernel", "pyfunc_decl", "marshal"}
 _KERNELS = re.compile(r"(triton\.)?(jit|autotune|heuristics)|(numba\.)?njit")
@@ -118,8 +117,7 @@ class Excuses:
         self._reached: Counter[str] = Counter()  # as attributes, or where they stand in the body of a class
         self._bound: Counter[str] = Counter()
         self._made: set[str] = set()  # names that are bound by something else than an import
-        self.strings: Counter[str] = Counter()
-        self._variables: Counter[str] = Counter()  # of the environment that are read
+        self.strings: set[str] = set()
         self._defined: set[str] = set()
         self._stored: dict[str, list[Stored]] = {}
         self._later: set[str] = set()  # what is stored otherwise than by an object that is made, in itself
@@ -135,7 +133,6 @@ class Excuses:
         self.opaque: list[int] = []
         self._walk(tree, _ANYWHERE)
         self._available = self._optional_packages(tree)
-        self._has_os = self._imported.get("os") == "os"
         self.looks_up = _looks_up(tree)
         self._dynamic = self.looks_up or "__dict__" in self.names or bool(_ANSWERS & self._members.keys())
         self._guards, self._conditions = _guards(tree), _conditions(tree)
@@ -183,12 +180,10 @@ class Excuses:
                         module = ""  # it may be taken for a class
                     self._bind((a.asname or a.name).split(".")[0], str(module))
             elif isinstance(child, ast.Constant) and isinstance(child.value, str):
-                self.strings[child.value] += 1
+                self.strings.add(child.value)
                 self.from_text += [child.lineno] * (child.value == "__del__")
             elif isinstance(child, ast.Call):
-                owner_of, _, called = _callee(child).rpartition(".")
-                if (owner_of, called) in _READERS and isinstance(child.args[0], ast.Constant):
-                    self._variables[str(child.args[0].value)] += 1
+                called = _callee(child).rpartition(".")[2]
                 self._calls.setdefault(called, []).append((child, at))
                 if called in _OPAQUE:
                     self.opaque.append(child.lineno)
@@ -345,11 +340,11 @@ class Excuses:
     def only_decides(self, node: ast.Assign) -> bool:
         """Say whether what is set here is read as the condition of blocks and nowhere else.
 
-        As the value of a variable of the environment, it may be another one where the program is used. Then other
-        blocks run there, and these are marked themselves.
+        As the value of a variable of the environment, which may have the same name, it may be another one where the
+        program is used. Then other blocks run there, and these are marked themselves.
         """
         name = node.targets[0].id if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) else ""
-        hidden = self._dynamic or self.strings[name] > self._variables[name] * self._has_os
+        hidden = self._dynamic or ({"getattr", "setattr"} & set(self.names) and name in self.strings)
         return self._bound[name] == 1 and self.names[name] == 1 + self._conditions[name] and not hidden
 
     @_once(False)
@@ -606,6 +601,7 @@ def _looks_up(tree: ast.AST) -> bool:
     """Say whether code may look up functions by names that it computes."""
     found = 0
     for node in ast.walk(tree):
+        found += isinstance(node, ast.alias) and node.name in _LOOKUPS  # whatever it is called then
         if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) != "self.__dict__":
             found += (node.id if isinstance(node, ast.Name) else node.attr) in _LOOKUPS
         if isinstance(node, ast.Call) and _callee(node) in ("getattr", "setattr") and len(node.args) > 1:

@@ -265,6 +265,7 @@ OTHERS = {
     "import os\nWIDE = os.environ.get('WIDE') == '1'\nif WIDE: print(1)\nsize = globals()['WIDE']": [
         *("was never true", "never ran", "was never true"),
     ],
+    "from builtins import getattr as ask\nif ask(1, 'bit_' + 'count')() > 9: print(1)": ["never ran"],
 }
 
 
