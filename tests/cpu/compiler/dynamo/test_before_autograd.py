@@ -62,14 +62,6 @@ def softplus(listing):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("listing", [*SPELLINGS.values()][::2], ids=[*SPELLINGS][::2])
-def test_chunked_scans_in_training(listing):
-    entry, error = trained(softplus(listing), *differentiable(*inputs()))
-    assert names(entry) == [SCAN] * 2
-    assert error < 8
-
-
-@pytest.mark.exhaustive
 def test_log_decays_of_any_size_are_not_divided_by_in_training():
     """Near zero their gradients would be lost. The report says so, of a scan and of nothing else."""
     x, a, B, C = inputs()

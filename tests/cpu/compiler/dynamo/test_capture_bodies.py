@@ -92,16 +92,6 @@ def test_they_become_scans(name, grad):
     assert [row.name for row in report.rewrites] == ["roll up loop"]
 
 
-@pytest.mark.parametrize(
-    ("name", "grad"), [("constant by step", False), ("constant inside", True), ("embedding", True), ("gated", True)]
-)
-def test_they_are_compiled(name, grad):
-    compiled = refold.compile(SCANS[name], accept="always", strict=True, verify="off")
-    agree(compiled, SCANS[name], grad)
-    (graph,) = compiled.report.graphs
-    assert (graph.mode, [row.status for row in graph.rewrites]) == ("training" if grad else "inference", ["applied"])
-
-
 def test_two_loops_that_differ_in_a_constant_are_two_programs():
     def both(x):
         first = loop_of(lambda t, h, u: torch.tensor([0.9, 0.8, 0.0, -0.5]) * h + u)(x)

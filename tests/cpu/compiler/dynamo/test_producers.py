@@ -34,12 +34,6 @@ def mamba(x, dt, A, Bm, C):
     return scanned(decays, inputs, C, torch.zeros(x.shape[0], *A.shape, dtype=x.dtype))
 
 
-def mamba_by_einsum(x, dt, A, Bm, C):
-    """Its decays are a method's, its first state depends on an input."""
-    decays = torch.einsum("btd,dn->btdn", softplus(dt), -A.exp()).exp()
-    return scanned(decays, torch.einsum("btd,btn,btd->btdn", softplus(dt), Bm, x), C, x[:, 0, :, None] * A)
-
-
 def one_decay_a_head(x, dt, A, Bm, C):
     dt = softplus(dt[..., :1])
     decays = torch.exp(-dt * A[0, 0].square())[..., None].expand(*x.shape, A.shape[1])
@@ -57,10 +51,7 @@ def constant_decay_a_key(x, dt, A, Bm, C):
     return torch.stack(ys, 1), s
 
 
-FOUND = [
-    (mamba, "selective_scan"), (mamba_by_einsum, "selective_scan"), (one_decay_a_head, "ssd"),
-    (constant_decay_a_key, "delta_rule"),
-]  # fmt: skip
+FOUND = [(mamba, "selective_scan"), (one_decay_a_head, "ssd"), (constant_decay_a_key, "delta_rule")]
 
 
 def close(got, want):
@@ -92,14 +83,6 @@ def test_training_in_float64(fn, operator):
     for got, want in zip(with_gradients(run, inputs), with_gradients(fn, inputs), strict=True):
         close(got, want)
     assert names(report.rewrites) == [operator]
-
-
-@pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
-def test_inference(fn, operator):
-    run = compiled(fn)
-    with torch.no_grad():
-        close(flat(run(*tensors())), flat(fn(*tensors())))
-    assert operators(run) == [operator]
 
 
 def changed_afterwards(x, dt, A, Bm, C):

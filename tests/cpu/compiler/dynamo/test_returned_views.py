@@ -154,17 +154,3 @@ def test_what_a_later_line_changes_is_returned_as_it_is_then():
     torch._dynamo.reset()
     x = draw(2, STEPS, 8)
     torch.testing.assert_close(refold.compile(fn, strict=True, accept="always")(x), fn(x))
-
-
-@pytest.mark.exhaustive
-def test_one_tensor_at_the_first_step_and_several_at_the_last():
-    """Two carries that start as one tensor are told apart by the step that made what they hold."""
-
-    def fn(x):
-        now = before = long_before = torch.zeros_like(x[:, 0])
-        for t in range(x.shape[1]):
-            now, before, long_before = 0.5 * now - 0.2 * long_before + x[:, t], now, before
-        return now, before, long_before
-
-    for training in (False, True):
-        assert compare(fn, [(2, STEPS, 8)], training)
