@@ -572,7 +572,10 @@ class _Marker(_Blocks):
         return node
 
     def visit_While(self, node: ast.While) -> Any:
-        node.orelse, node.test = self._to_its_end(node), self._test(node.test)[0]
+        once, endless = isinstance(node.body[-1], (ast.Break, ast.Return)), isinstance(node.test, ast.Constant)
+        node.orelse, (test, why) = self._to_its_end(node), self._test(node.test, alone=not once)
+        site = None if once or endless else self._site([node.test], ("always held once",), partial(why, False))
+        node.test = self._record("again", site.places, test) if site is not None else test
         node.body = self._anew(node.body)
         return node
 

@@ -354,7 +354,12 @@ def _settings() -> dict[str, str]:
         "numpy's errors": None if numpy_random is None else numpy_errors(),
         "decimal numbers": [getattr(decimal.getcontext(), name) for name in ("prec", "rounding", "Emax", "Emin")],
         # Torch's compiler raises the first.
-        "interpreter": (min(sys.getrecursionlimit(), 1000), sys.get_int_max_str_digits(), sys.getdlopenflags()),
+        "interpreter": (
+            min(sys.getrecursionlimit(), 1000),
+            sys.get_int_max_str_digits(),
+            sys.getdlopenflags(),
+            sys.getswitchinterval(),
+        ),
         "streams": [id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
         "errors of codecs": [codecs.lookup_error(name) for name in ("strict", "ignore", "replace", "surrogateescape")],
         "opener of addresses": getattr(sys.modules.get("urllib.request"), "_opener", None) is not None,
@@ -362,7 +367,6 @@ def _settings() -> dict[str, str]:
         "threads and sockets": (threading.stack_size(), socket.getdefaulttimeout()),
         "signals that wait": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "folder": os.getcwd(),
-        "turns of threads": sys.getswitchinterval(),
         "processors": sorted(os.sched_getaffinity(0)),
         "priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
         "timers": [signal.getitimer(kind)[0] > 0 for kind in (0, 1, 2)],

@@ -228,6 +228,7 @@ class _Recorder:
     def __init__(self, room: int):
         self._marks = bytearray(room)
         self._raised: set[tuple[Any, ...]] = set()  # errors, and the ways on which they were raised
+        self._held: dict[int, bool] = {}  # conditions of loops, when they were asked last
         self.tensor = torch.frombuffer(self._marks, dtype=torch.uint8)
 
     def ran(self, at: int, value: Any = None) -> Any:
@@ -246,6 +247,12 @@ class _Recorder:
     def truth(self, true: int, false: int, value: Any) -> Any:
         """Mark whether a condition holds."""
         self._marks[true if value else false] = 1
+        return value
+
+    def again(self, often: int, value: Any) -> Any:
+        """Mark whether a loop has a second turn, or none."""
+        before, self._held[often] = self._held.get(often, False), bool(value)
+        self._marks[often] |= before == self._held[often]
         return value
 
     def number(self, other: int, zero: int, value: Any) -> Any:

@@ -579,3 +579,12 @@ def unasked(self, x):
     with ThreadPoolExecutor(1) as pool:
         pool.map(ask, [0])
     return torch.relu(self.linear(x)) * (2 - len(right))
+
+
+@candidate("C7")
+def once(self, x):
+    """A loop runs once, or never."""
+    y, left = 2 * torch.relu(self.linear(x)), 6 - x.dim()
+    while left > 0:
+        y, left = y / 2, 0
+    return y
