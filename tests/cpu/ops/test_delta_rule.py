@@ -369,18 +369,6 @@ def difference(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(right._PerHead, "__init__", init)
 
 
-def short_form(patch: pytest.MonkeyPatch) -> None:
-    """The gate's gradient as q dq + r dr - k dk over later tokens, which cancels."""
-    gradients = right._PerHead.gradients
-
-    def cancelling(self: Any, dM: Tensor, M: Tensor, left: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dleft, dk, _ = gradients(self, dM, M, left, k)
-        E = dM * M
-        return dleft, dk, right._sum_from((E.sum(-1) - E.sum(-2))[..., None])
-
-    patch.setattr(right._PerHead, "gradients", cancelling)
-
-
 def gradient(name: str, factor: float) -> Patch:
     def install(patch: pytest.MonkeyPatch) -> None:
         found = right._Block.gradients
