@@ -154,3 +154,52 @@ def test_what_a_later_line_changes_is_returned_as_it_is_then():
     torch._dynamo.reset()
     x = draw(2, STEPS, 8)
     torch.testing.assert_close(refold.compile(fn, strict=True, accept="always")(x), fn(x))
+
+
+def in_a_tuple(x):
+    h = torch.zeros_like(x[:, 0])
+    kept = (h, h)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        kept = (h, kept[0])
+    return kept
+
+
+def in_a_list(x):
+    h = torch.zeros_like(x[:, 0])
+    delays = [h, h, h]
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        delays = [x[:, t], *delays[:-1]]
+    return h, delays
+
+
+def in_a_dictionary(x):
+    h = torch.zeros_like(x[:, 0])
+    state = {"now": h, "before": [x[:, 0], h]}
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        state = {"now": h, "before": [x[:, t], state["now"]]}
+    return state
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fn", [in_a_tuple, in_a_list, in_a_dictionary], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_state_that_moves_within_what_keeps_it(fn, training):
+    """No step computes with these tensors, and each takes another place at the next step."""
+    assert compare(fn, [(2, STEPS, 8)], training)
+
+
+@pytest.mark.exhaustive
+def test_one_tensor_at_the_first_step_and_several_at_the_last():
+    """Two carries that start as one tensor are told apart by the step that made what they hold."""
+
+    def fn(x):
+        now = before = long_before = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            now, before, long_before = 0.5 * now - 0.2 * long_before + x[:, t], now, before
+        return now, before, long_before
+
+    for training in (False, True):
+        assert compare(fn, [(2, STEPS, 8)], training)

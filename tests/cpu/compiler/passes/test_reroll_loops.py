@@ -104,6 +104,38 @@ def test_gradients(rewritten, layer):
     assert outcome.worst() < 1e-4
 
 
+def ema_for(x, a):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = a * h + (1 - a) * x[:, t]
+        out.append(h)
+    return torch.stack(out, dim=1)
+
+
+def ema_zip(x, a):
+    h, out = x.new_zeros(x.shape[0], x.shape[2]), []
+    for at, xt in zip(a.expand_as(x).unbind(1), x.unbind(1), strict=True):
+        h = torch.lerp(xt, h, at)
+        out += [h]
+    return torch.stack(out, 1)
+
+
+def ema_preallocated(x, a):
+    out, h = torch.empty_like(x), 0.0
+    for t in range(x.shape[1]):
+        h = a * h + (1 - a) * x[:, t]
+        out[:, t] = h
+    return out
+
+
+def ema_time_first(x, a):
+    h, out = torch.zeros(x.shape[0], x.shape[2]), []
+    for xt in x.transpose(0, 1):
+        h = a * h - (a - 1) * xt
+        out.append(h)
+    return torch.stack(out)
+
+
 def ema_reads_its_output(x, a):
     out = torch.zeros_like(x)
     out[:, 0] = x[:, 0]
@@ -120,7 +152,10 @@ def ema_slices(x, a):
     return torch.cat(out, dim=1)
 
 
-@pytest.mark.parametrize("fn", [ema_reads_its_output, ema_slices], ids=lambda fn: fn.__name__)
+AVERAGES = [ema_for, ema_zip, ema_preallocated, ema_time_first, ema_reads_its_output, ema_slices]
+
+
+@pytest.mark.parametrize("fn", AVERAGES, ids=lambda fn: fn.__name__)
 def test_spellings_in_inference(rewritten, fn):
     outcome = rewritten(fn, torch.randn(B, T, D), torch.tensor(0.7))
     assert outcome.names == ["roll up loop"]
