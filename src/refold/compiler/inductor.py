@@ -22,7 +22,7 @@ from ..errors import first_line
 from ..ops.torch.nodes import AT_ONCE
 from .complex_values import lay_out_complex_values
 from .external_cumsum import keep_scans_external
-from .ir.fx import concrete
+from .ir.fx import SizesFixed, concrete
 from .private import (
     CustomGraphPass,
     TraceAgain,
@@ -193,9 +193,11 @@ def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], o
     try:
         inductor_with(gm, inputs, hook)
     except Exception:
-        if hook.error is not None:
+        if isinstance(hook.error, SizesFixed):
+            show_graph(gm, inputs, look)
+        elif hook.error is not None:
             raise hook.error from None
-        if not hook.stopped:
+        elif not hook.stopped:
             raise
 
 

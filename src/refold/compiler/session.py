@@ -34,7 +34,7 @@ from .inductor import (
 )
 from .ir.cost import Cost, computing, graph_cost
 from .ir.evaluate import values_at
-from .ir.fx import copied_graph, is_made, loop_operation
+from .ir.fx import SizesFixed, copied_graph, is_made, loop_operation
 from .ir.rewrite import Rewrite
 from .options import Options
 from .passes.reroll_loops import STAYS
@@ -250,6 +250,9 @@ class GraphCompile:
             except TraceAgain:
                 raise
             except Exception as error:
+                if isinstance(hook.error, SizesFixed):
+                    self.notes.append(str(hook.error))
+                    continue
                 if hook.error is not None:
                     raise hook.error from None
                 if not hook.stopped and not self._recover(error):

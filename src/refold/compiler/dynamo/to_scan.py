@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder
 from ..ir.captured_loop import step_count
-from ..ir.fx import concrete, is_tensor, known, value
+from ..ir.fx import concrete, fix, is_tensor, value
 from ..ir.operators import SCAN
 from ..ir.source import source_line
 from ..recurrence.affine import Loop
@@ -124,11 +124,8 @@ def _make_sizes_known(gm: GraphModule, call: Node) -> bool:
     """Make all sizes that a captured loop depends on numbers; tell whether one was not."""
     examples: list[Any] = [node.meta["example_value"] for node in call.all_input_nodes]
     tensors = [x for x in examples if isinstance(x, torch.Tensor)]
-    sizes = [n for x in tensors for n in (*x.shape, *x.stride())] + [x for x in examples if isinstance(x, torch.SymInt)]
-    symbols = [size for size in sizes if not isinstance(known(size), int)]
-    for size in symbols:
-        int(size)  # a guard of the compiled program
-    return bool(symbols)
+    numbers = [x for x in examples if isinstance(x, torch.SymInt)]
+    return fix([*numbers, *(n for x in tensors for n in (*x.shape, *x.stride()))])
 
 
 def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> CapturedScan:

@@ -207,14 +207,16 @@ def sort_topologically(graph: Graph) -> None:
                 stack += missing[::-1]
 
 
-def is_constant(node: Node) -> bool:
-    """Tell whether a node computes the same value every time, from no input of the graph."""
+def is_constant(node: Node, sizes: bool = False) -> bool:
+    """Tell whether a node computes the same value every time, from no input of the graph; sizes may be allowed."""
     stack, seen = [node], set()
     while stack:
         x = stack.pop()
         if x in seen:
             continue
         seen.add(x)
+        if sizes and isinstance(x.meta.get("val"), torch.SymInt):
+            continue
         if x.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(x.target, "tags", ()):
             return False
         stack.extend(x.all_input_nodes)

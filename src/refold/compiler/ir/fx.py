@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,6 +46,19 @@ def known(size: Any) -> Any:
     return size if number is None else number
 
 
+class SizesFixed(Exception):
+    """Sizes of a graph became numbers while a pass read it, so it is to be traced again; the message says why."""
+
+
+def fix(found: Iterable[Any]) -> bool:
+    """Make sizes numbers, with all symbols in them, by guards of the compiled program; tell whether one was none."""
+    symbols = [size for size in found if not isinstance(known(size), int)]
+    for size in symbols:
+        for symbol in size.node.expr.free_symbols:
+            int(size.node.shape_env.create_symintnode(symbol, hint=None))
+    return bool(symbols)
+
+
 def place(at: Any, size: Any) -> int | None:
     """Return a position counted from the front; None if it is not known as a number."""
     at, size = known(at), known(size)
@@ -64,6 +78,11 @@ def power(node: Any) -> tuple[Any, float] | None:
 def value(node: Node) -> torch.Tensor:
     """Return the fake tensor that a graph node carries."""
     return node.meta["val"]
+
+
+def sizes(node: Node) -> list[int]:
+    """Return the sizes of the tensor that a node carries as numbers; see `concrete`."""
+    return [concrete(size) for size in value(node).shape]
 
 
 def arg(node: Node, position: int, name: str = "", default: Any = None) -> Any:

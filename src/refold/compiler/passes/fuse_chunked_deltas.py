@@ -36,7 +36,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, downstream, is_constant, sort_topologically, upstream
-from ..ir.fx import RESHAPES, SUMS, arg, is_tensor, is_training, place, power, value
+from ..ir.fx import RESHAPES, SUMS, SizesFixed, arg, concrete, fix, is_tensor, is_training, power, same, sizes, value
 from ..ir.operators import RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
@@ -54,11 +54,15 @@ OPERANDS = 8
 
 
 def fuse_chunked_deltas(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
-    """Replace delta rules in chunks: their outputs and their last states."""
+    """Replace delta rules in chunks: their outputs and their last states.
+
+    Raises:
+        SizesFixed: What was found holds for these sizes alone.
+    """
     if is_training(graph):
         return
     cuts = Counter(
-        (value(cut.source).shape[cut.axis], cut.length)
+        (sizes(cut.source)[cut.axis], cut.length)
         for node in graph.nodes for cut in _cuts(node) if cut.length and cut.start % cut.length == 0
     )  # fmt: skip
     for root in list(graph.nodes):
@@ -66,6 +70,8 @@ def fuse_chunked_deltas(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
         if not merged or not wanted(root.name):
             continue
         if (found := _read(root, *merged[-1])) is not None:
+            if _fix_sizes(found):
+                raise SizesFixed(f"this compile is for these sizes alone: chunks are told by them [{root.name}]")
             yield from _replace(found, wanted)
             sort_topologically(graph)
             graph.eliminate_dead_code()
@@ -88,13 +94,18 @@ class _Cut:
         """Tell whether a tensor was cut into these."""
         whole, length = chunks
         fits = self.start % length == 0 and self.length == min(length, whole - self.start)
-        return fits and value(self.source).shape[self.axis] == whole
+        return fits and sizes(self.source)[self.axis] == whole
+
+
+def _tensors(node: Node) -> list[Node]:
+    """List what a node reads, but for sizes."""
+    return [x for x in node.all_input_nodes if not isinstance(x.meta.get("val"), torch.SymInt)]
 
 
 def _corrects(node: Node) -> bool:
     """Tell whether an inverse may be computed here: by a solve, or in place, row after row."""
     writes = slice_writes(node)
-    rows = bool(writes) and not is_constant(arg(writes[0], 0))  # else these are outputs, in a buffer
+    rows = bool(writes) and not is_constant(arg(writes[0], 0), sizes=True)  # else these are outputs, in a buffer
     return rows or node.target is aten.linalg_solve_triangular.default
 
 
@@ -106,13 +117,14 @@ def _cuts(node: Node) -> list[_Cut]:
         source, axis, start = arg(node, 0), arg(node, 1, "dim", 0), arg(node, 2, "start") or 0
     elif node.target is getitem and arg(node, 0).target is aten.split.Tensor:
         split = arg(node, 0)
-        source, axis, start = arg(split, 0), arg(split, 2, "dim", 0), arg(node, 1) * arg(split, 1)
+        source, axis = arg(split, 0), arg(split, 2, "dim", 0)
+        start = arg(node, 1) * concrete(split.meta["val"][0].shape[axis])
     else:
         return []
     axis %= value(source).dim()
-    sizes = *value(source).shape, *value(node).shape, start
-    start = place(start, value(source).shape[axis]) if all(isinstance(size, int) for size in sizes) else None
-    return [] if start is None or start < 0 else [_Cut(source, axis, start, value(node).shape[axis])]
+    start = concrete(start.meta["val"]) if isinstance(start, Node) else start
+    start += sizes(source)[axis] * (start < 0)
+    return [_Cut(source, axis, start, sizes(node)[axis])] if start >= 0 else []
 
 
 def _merges(node: Node) -> list[tuple[int, Chunks]]:
@@ -121,7 +133,7 @@ def _merges(node: Node) -> list[tuple[int, Chunks]]:
         return _fits(node, arg(node, 0))
     if node.target is aten.cat.default:
         parts, axis = arg(node, 0), arg(node, 1, "dim", 0) % value(node).dim()
-        lengths = [value(part).shape[axis] for part in parts]
+        lengths = [sizes(part)[axis] for part in parts]
     elif node.target is aten.slice_scatter.default and not any(x.target is node.target for x in node.users):
         places = [position(write) for write in slice_writes(node)]
         axis, lengths = places[0][0] if places[0] else 0, [at[2] for at in places if at]
@@ -129,8 +141,8 @@ def _merges(node: Node) -> list[tuple[int, Chunks]]:
             return []
     else:
         return []
-    whole = value(node).shape[axis]
-    if not lengths or not all(isinstance(size, int) for size in (whole, *lengths)) or sum(lengths) != whole:
+    whole = sizes(node)[axis]
+    if not lengths or sum(lengths) != whole:
         return []
     *others, last = lengths
     return [(axis, (whole, lengths[0]))] if {*others} <= {lengths[0]} and last <= lengths[0] else []
@@ -140,8 +152,8 @@ def _fits(long: Node, short: Node) -> list[tuple[int, Chunks]]:
     """Return axes of ``long`` that may be two neighbouring axes of ``short``, as chunks."""
     if not (is_tensor(long) and is_tensor(short)):
         return []
-    whole, parts = list(value(long).shape), list(value(short).shape)
-    if len(parts) != len(whole) + 1 or not all(isinstance(size, int) for size in (*whole, *parts)):
+    whole, parts = sizes(long), sizes(short)
+    if len(parts) != len(whole) + 1:
         return []
     return [
         (axis, (size, parts[axis + 1])) for axis, size in enumerate(whole)
@@ -266,13 +278,13 @@ class _Region:
 
     def states(self, k: _Operand, values: list[_Operand], q: _Operand) -> list[Node]:
         """List sums shaped as a state, or as those of all chunks, of keys and values, but not of queries."""
-        size = [value(part.node).shape[-1] for part in (k, values[0])]
+        size = [sizes(part.node)[-1] for part in (k, values[0])]
         needed = {part.node for part in (k, *values)}
         return [
             node for node, read in self.reached.items()
             if node.target in (*SUMS, aten.cumsum.default) and needed <= read and q.node not in read
             and value(node).dim() == value(k.node).dim() + (node.target not in SUMS)
-            and list(value(node).shape[-2:]) == size
+            and sizes(node)[-2:] == size
         ]  # fmt: skip
 
     @cached_property
@@ -294,7 +306,7 @@ class _Region:
         """Return operands that states are written with: those of products with values that were corrected."""
         found, stack = set[Node](), [x for node in states for x in node.all_input_nodes]
         while stack:
-            read = stack.pop().all_input_nodes
+            read = _tensors(stack.pop())
             if len(read) == 1:  # a view, a conversion, or the sum of a product
                 stack.extend(read)
             elif any(x in self.corrected and {part.node for part in values} <= self.reached[x] for x in read):
@@ -330,10 +342,10 @@ class _Region:
         """List what else the region reads but constants and decays, before it is seen as another shape."""
         found, decays, faded = set[Node](), _inputs(fade), (aten.mul.Tensor, (fade,))
         for node in self.nodes & self.reached.keys():
-            for x in node.all_input_nodes:
+            for x in _tensors(node):
                 while x not in self.reached and (is_view(x) or (x.target, x.args[1:]) == faded):
                     x = arg(x, 0)
-                if x not in self.reached and not is_constant(x) and not (decays and decays & _inputs(x)):
+                if x not in self.reached and not is_constant(x, sizes=True) and not (decays and decays & _inputs(x)):
                     found.add(x)
         return list(found)
 
@@ -366,7 +378,7 @@ def _read(root: Node, time: int, chunks: Chunks) -> _Rule | None:
         others = region.others(fade)
         initial = next(iter(others), None)
         one_by_one = [node for node in states if node.target in SUMS]
-        if len(others) > 1 or (initial and value(initial).shape not in [value(node).shape for node in one_by_one]):
+        if len(others) > 1 or (initial and sizes(initial) not in map(sizes, one_by_one)):
             return None
         own, read, beta = (values, [], None) if reads is None else _without_strengths(k, values, reads)
         if len(powers) > 1 or len(narrow) > (reads is not None and beta is None) or (reads is None and early):
@@ -414,8 +426,16 @@ def _without_strengths(
 
 def _fit(root: Node, keys: list[_Operand], values: list[_Operand]) -> bool:
     """Tell whether widths are those of queries, keys and values."""
-    of_keys, of_values = ({value(part.node).shape[-1] for part in some} for some in (keys, values))
-    return len(of_keys) == 1 and of_values == {value(root).shape[-1]}
+    of_keys, of_values = ({sizes(part.node)[-1] for part in some} for some in (keys, values))
+    return len(of_keys) == 1 and of_values == {sizes(root)[-1]}
+
+
+def _fix_sizes(rule: _Rule) -> bool:
+    """Make numbers of the sizes that a rule was read by, but for how many rows there are; tell whether one was none."""
+    root, parts = rule.root, [rule.q, rule.k, *rule.v, *rule.r, *rule.under, rule.g, rule.beta]
+    nodes = [root, *_tensors(root), *(part.node for part in parts if part), *filter(None, [rule.initial])]
+    shapes = [value(node).shape for node in nodes]
+    return fix(size for shape in shapes for size in (shape[1:] if same(shape[0], shapes[0][0]) else shape))
 
 
 def _scale(q: _Operand, region: _Region) -> float:
@@ -535,7 +555,7 @@ def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
         "beta": None if rule.beta is None else rule.beta.laid(build),
         "initial_state": None,
     }  # fmt: skip
-    rows, tokens, heads, _ = value(k).shape
+    rows, tokens, heads = value(k).shape[0], *sizes(k)[1:3]
     if rule.initial is not None:
         start = build.reshape(rule.initial, [rows, heads, *value(rule.initial).shape[-2:]])
         given["initial_state"] = build.dense(start)
@@ -555,10 +575,15 @@ def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     made = set(build.added)
     if isinstance(rule.fade, Node):
         made |= {x for x in upstream(rule.fade) if x.op == "call_function"}  # factors of all chunks have one source
+    # Zeros of as many rows as there are stay zeros where values are made up for a check.
+    random = torch.Tag.nondeterministic_seeded
+    sources = [x for x in root.graph.nodes if x.op != "call_function" or random in getattr(x.target, "tags", ())]
+    varying = downstream(*filter(is_tensor, sources))
     for before, after in found:
         yield replace_node(
             before,
             after,
+            inside=set(filter(is_tensor, upstream(before))) - varying,
             added=made,
             name=f"fuse chunked {'delta rule' if rule.erase else 'linear attention'}",
             why=f"products {'and an inverse ' if rule.erase else ''}of each chunk are written out and read again",

@@ -9,8 +9,10 @@ import refold
 from cpu.compiler.beside_float64 import errors
 from refold.compiler.dynamo import before_autograd, captures_loops
 from refold.compiler.dynamo.capture.trace import SHORTEST
+from refold.compiler.inductor import show_graph
 from refold.compiler.ir.captured_loop import captured_loops
 from refold.compiler.options import Options
+from refold.compiler.pipeline import run
 from refold.compiler.validate.region import validate_region
 from refold.verify.numerics import unit_roundoff
 from support.chunked_deltas import CHUNK, chunked, inputs
@@ -61,6 +63,32 @@ def test_sizes_that_look_alike(rewritten, n, p):
     """Queries, values and states are told apart where all their sizes are the same, too."""
     fn, given = called(chunked, inputs(2 * CHUNK, n=n, p=p))
     check(rewritten(fn, *given), 2)
+
+
+@pytest.mark.parametrize("how", ["solve", "rows"])
+@pytest.mark.parametrize("tokens", [3 * CHUNK, 3 * CHUNK - 1])
+def test_symbolic_sizes(rewritten, how, tokens):
+    fn, given = called(chunked, inputs(tokens), how=how)
+    check(rewritten(fn, *given, dynamic=True), 2)
+
+
+def test_another_batch_or_length_is_no_longer_program():
+    """One compile serves all batches, as Inductor's does; another length has its own, which is as short."""
+    seen = []
+
+    @captures_loops
+    def backend(gm, given):
+        found = []
+        show_graph(gm, given, lambda graph: (found.extend(run(graph)), seen.append(len(graph.nodes))))
+        if len(seen) < 3:  # one batch, and all
+            assert not any(validate_region(one, None, Options(accept="always")).reason for one in found)
+        return gm
+
+    compiled = torch.compile(called(chunked, inputs(CHUNK), how="rows")[0], backend=backend)
+    for rows, tokens in [(1, 3), (2, 3), (3, 3), (3, 4)]:
+        compiled(*(x[:1].repeat(rows, *[1] * (x.dim() - 1)) for x in inputs(tokens * CHUNK)))
+    assert len(seen) == 3
+    assert max(seen) < 2 * seen[0]
 
 
 def attention(q, k, v, g, *, power=torch.exp, written=False):
