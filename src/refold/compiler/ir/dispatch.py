@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -116,9 +117,9 @@ class Computing(TorchDispatchMode):
             return None
         if a.dtype != self.dtype and not (self.dtype is None and a.is_floating_point()):
             return None
-        shape = torch.broadcast_shapes(a.shape, b.shape)
-        if shape.numel() <= BLOCK:
+        if _at_most((a, b)) <= BLOCK:
             return None
+        shape = torch.broadcast_shapes(a.shape, b.shape)
         stands = a.new_empty(1)
         self.products[_address(stands)] = stands.untyped_storage(), a.expand(shape), b.expand(shape)
         self.in_use |= {_address(stands), _address(a), _address(b)}
@@ -164,7 +165,7 @@ class Computing(TorchDispatchMode):
     def _check_room(self, args: Sequence[Any]) -> None:
         """Refuse to broadcast tensors to one that does not fit in memory."""
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if len(tensors) < 2 or sum(x.dim() > 0 for x in tensors) < 2:
+        if _at_most(tensors) <= BLOCK or sum(x.dim() > 0 for x in tensors) < 2:
             return
         try:
             shape = torch.broadcast_shapes(*(x.shape for x in tensors))
@@ -172,9 +173,14 @@ class Computing(TorchDispatchMode):
             return
         dtype = self.dtype or tensors[0].dtype
         needed = 2 * shape.numel() * dtype.itemsize
-        if shape.numel() > BLOCK and needed > (free := available_bytes(tensors[0].device)):
+        if needed > (free := available_bytes(tensors[0].device)):
             sizes = f"{needed / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} GiB are free"
             raise NoRoom(f"in {str(dtype)[6:]} it does not fit in memory: {sizes}")
+
+
+def _at_most(tensors: Sequence[torch.Tensor]) -> int:
+    """Bound the number of elements of what tensors broadcast to: ``torch.broadcast_shapes`` takes far longer."""
+    return math.prod(map(max, zip_longest(*(reversed(x.shape) for x in tensors), [1], fillvalue=1)))
 
 
 class Random(Exception):
