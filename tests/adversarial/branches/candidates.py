@@ -434,7 +434,7 @@ class Remembered(Model):
         return y
 
 
-@candidate("C7")
+@candidate("C7", off=("C7", "C8"))
 def left_early(self, x):
     """Wrong where a loop does not return."""
     while x.shape[0] < 500000:
