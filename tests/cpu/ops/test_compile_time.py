@@ -187,10 +187,10 @@ def test_whoever_ends_a_compile_is_heard(compiled, monkeypatch):
     def ends(*known):
         raise SystemExit("no more")
 
-    (kernel,) = launches(_double_kernel, 32)
+    (kernel,) = launches(_double_kernel, 4096)  # which no other test has loaded
     monkeypatch.setattr(driver.active.utils, "load_binary", ends)
     with pytest.raises(SystemExit, match="no more"):
-        launch.compile_together(lambda x: kernel(0, x, x), [torch.ones(32)])
+        launch.compile_together(lambda x: kernel(0, x, x), [torch.ones(4096)])
 
 
 def test_a_kernel_that_does_not_load_fails_at_its_launch(compiled, monkeypatch):

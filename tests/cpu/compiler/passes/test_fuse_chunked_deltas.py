@@ -65,6 +65,7 @@ def test_sizes_that_look_alike(rewritten, n, p):
     check(rewritten(fn, *given), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["solve", "rows"])
 @pytest.mark.parametrize("tokens", [3 * CHUNK, 3 * CHUNK - 1])
 def test_symbolic_sizes(rewritten, how, tokens):
@@ -72,6 +73,7 @@ def test_symbolic_sizes(rewritten, how, tokens):
     check(rewritten(fn, *given, dynamic=True), 2)
 
 
+@pytest.mark.slow
 def test_another_batch_or_length_is_no_longer_program():
     """One compile serves all batches, as Inductor's does; another length has its own, which is as short."""
     seen = []
