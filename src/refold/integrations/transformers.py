@@ -248,10 +248,12 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True,
 def _change(done: Acceleration, graphs: bool) -> None:
     """Give modules their classes and hooks."""
     model, positions, cut = done.model, done.positions, done.cut
-    generate: list[Any] = [module for module in model.modules() if graphs and _generates(module)]
-    last = {module.get_output_embeddings() for module in generate}
-    for name, module in model.named_modules():
-        around = any(path.startswith(f"{name}.") or not name for path in done.replaced)
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    owners = {name for name, _ in modules if any(path.startswith(f"{name}.") or not name for path in done.replaced)}
+    heads = {module.get_output_embeddings() for name, module in modules if name in owners and _generates(module)}
+    last = heads if graphs else set()
+    for name, module in modules:
+        around = name in owners
         if name in done.replaced:
             done._become(module, _mixer)
         elif (make := _part(module, last)) is not None:

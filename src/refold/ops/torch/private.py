@@ -28,6 +28,24 @@ def _find_guards() -> Any:
     return TensorGuards
 
 
+def _find_default_device() -> Callable[[], Any]:
+    """Find the getter of the mode that a default device is; it gives None if there is none, or another mode, too."""
+    try:
+        from torch.utils._device import DeviceContext
+
+        modes, mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
+        _ = torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
+    except (ImportError, AttributeError) as error:
+        _without(str(error), "with a default device, each call of an operator takes 100 microseconds more")
+        return lambda: None
+
+    def default_device() -> Any:
+        mode = mode_at(0) if modes() == 1 else None
+        return mode if type(mode) is DeviceContext else None
+
+    return default_device
+
+
 def _find_watched() -> Callable[..., bool]:
     """Find the test whether calls are traced, or go through modes or transforms.
 
@@ -35,10 +53,8 @@ def _find_watched() -> Callable[..., bool]:
     """
     try:
         from torch.autograd import forward_ad
-        from torch.utils._device import DeviceContext
 
-        dispatch_modes = torch._C._len_torch_dispatch_stack
-        function_modes, mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
+        dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
         transforms = torch._C._functorch.peek_interpreter_stack
         if not isinstance(forward_ad._current_level, int):
             raise AttributeError("torch.autograd.forward_ad._current_level")
@@ -46,15 +62,15 @@ def _find_watched() -> Callable[..., bool]:
         _without(str(error), "each call of an operator goes through the dispatcher, 20 microseconds more")
         return lambda at=None: True
 
-    def default_device() -> torch.device | None:
-        mode = mode_at(0) if function_modes() > 0 else None
-        return mode.device if type(mode) is DeviceContext else None
+    def is_default(at: torch.device | None) -> bool:
+        mode = default_device()
+        return at is not None and mode is not None and mode.device in (at, torch.device(at.type))
 
     def watched(at: torch.device | None = None) -> bool:
         return (
             torch.compiler.is_compiling()
             or dispatch_modes() > 0
-            or function_modes() > (at is not None and default_device() in (at, torch.device(at.type)))
+            or (function_modes() > 0 and not is_default(at))
             or transforms() is not None
             or torch.jit.is_tracing()
             or forward_ad._current_level >= 0
@@ -68,24 +84,16 @@ def apart_from_default_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
     That is a mode, which takes three microseconds of each use of a tensor, were it only of its shape.
     """
-    try:
-        from torch.utils._device import DeviceContext
-
-        count, pop, push = (getattr(torch._C, f"_{name}_torch_function_stack") for name in ("len", "pop", "push_on"))
-    except (ImportError, AttributeError):
-        return run  # the mode does not change what is computed
 
     def call(*args: Any) -> Any:
-        if count() != 1:
+        mode = default_device()
+        if mode is None:
             return run(*args)
-        mode = pop()
-        if type(mode) is not DeviceContext:
-            push(mode)
-            return run(*args)
+        torch._C._pop_torch_function_stack()
         try:
             return run(*args)
         finally:
-            push(mode)
+            torch._C._push_on_torch_function_stack(mode)
 
     return call
 
@@ -178,6 +186,7 @@ def schema(op: Any) -> Any:
 TensorGuards: Any = _find_guards()
 """Dynamo's comparison of tensors with those of an earlier call; None where PyTorch has none."""
 
+default_device = _find_default_device()
 watched = _find_watched()
 profiled = _find_profiled()
 is_transformed = _find_transformed()

@@ -50,6 +50,7 @@ OPERATORS = {
     "torch._C._dynamo.guards:TensorGuards",
     "torch._C:_len_torch_dispatch_stack",
     "torch._C:_len_torch_function_stack",
+    "torch._C:_get_function_stack_at",
     "torch._C._functorch:peek_interpreter_stack",
     "torch.autograd.forward_ad:_current_level",
     "torch._C:_after_autograd_keyset",
