@@ -348,8 +348,8 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             loops = (*entry.loops, *serial_loops(graph))
             surveyed.append(survey(graph, replace(entry, loops=loops)))
 
-        show_graph(gm, inputs, describe)
-        report.graphs.append(surveyed[-1])
+        met = show_graph(gm, inputs, describe)
+        report.graphs.append(surveyed[-1].saying(*met))
         return gm
 
     look.report = report

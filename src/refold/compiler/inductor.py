@@ -22,7 +22,7 @@ from ..errors import first_line
 from ..ops.torch.nodes import AT_ONCE
 from .complex_values import lay_out_complex_values
 from .external_cumsum import keep_scans_external
-from .ir.fx import SizesFixed, concrete
+from .ir.fx import SizesFixed, concrete, until_fixed
 from .private import (
     CustomGraphPass,
     TraceAgain,
@@ -54,6 +54,7 @@ class Hook(CustomGraphPass):
     def __init__(self, visit: Callable[[int, Graph], None], outcome: str = "", cached: bool = False) -> None:
         self.visit = visit
         self.outcome, self.cached = outcome, cached
+        self.notes: list[str] = []  # sizes became numbers by the callback, and all began again
         self.count = 0
         self.stopped = False
         # What the callback raised otherwise: Inductor may wrap it, and it is not Inductor's failure.
@@ -154,19 +155,29 @@ def inductor_with(
     if hook is not None:
         _add(patches, "joint_custom_pre_pass", hook)
     apart_from_cache = hook is not None and not hook.cached
-    with without_autograd_cache() if apart_from_cache else contextlib.nullcontext(), with_backward():
+
+    def attempt() -> Compiled:
+        if hook is not None:
+            hook.count, hook.error = 0, None
         try:
             return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
+        except Exception:
+            if hook is not None and isinstance(hook.error, SizesFixed):  # Inductor may have wrapped it
+                raise hook.error from None
+            raise
+
+    notes = [] if hook is None else hook.notes
+    with without_autograd_cache() if apart_from_cache else contextlib.nullcontext(), with_backward():
+        try:
+            return until_fixed(attempt, notes)
         except Exception as error:
             if "complex" not in str(error) or (hook is not None and hook.error is not None):
                 raise
-            if hook is not None:
-                hook.count = 0
             _add(patches, "post_grad_custom_post_pass", Hook(lambda _, graph: lay_out_complex_values(graph)))
             # The first error says more. Inductor warns of complex values, which is an error where warnings are errors.
             with contextlib.suppress(Exception), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*complex")
-                return compile_fx(duplicate(gm), list(inputs), config_patches=patches)  # type: ignore[return-value]
+                return until_fixed(attempt, notes)
             raise
 
 
@@ -176,13 +187,16 @@ def _add(patches: dict[str, Any], name: str, hook: Hook) -> None:
     patches[name] = hook if user is None else _Chain(user, hook)
 
 
-def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], object]) -> None:
+def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], object]) -> list[str]:
     """Show the first ATen graph that Inductor makes of a Dynamo graph; generate no code.
 
     Args:
         gm: The graph; not changed.
         inputs: The values that Dynamo traced with.
         look: Called with the ATen graph, which it may edit.
+
+    Returns:
+        Sentences of what was met on the way.
     """
 
     def visit(index: int, graph: Graph) -> None:
@@ -193,12 +207,11 @@ def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], o
     try:
         inductor_with(gm, inputs, hook)
     except Exception:
-        if isinstance(hook.error, SizesFixed):
-            show_graph(gm, inputs, look)
-        elif hook.error is not None:
+        if hook.error is not None:
             raise hook.error from None
-        elif not hook.stopped:
+        if not hook.stopped:
             raise
+    return hook.notes
 
 
 def standalone(

@@ -34,7 +34,7 @@ from .inductor import (
 )
 from .ir.cost import Cost, computing, graph_cost
 from .ir.evaluate import values_at
-from .ir.fx import SizesFixed, copied_graph, is_made, loop_operation
+from .ir.fx import copied_graph, is_made, loop_operation
 from .ir.rewrite import Rewrite
 from .options import Options
 from .passes.reroll_loops import STAYS
@@ -240,6 +240,7 @@ class GraphCompile:
             facts += [node.name for node in self.gm.graph.nodes if is_made(node)]  # they are treated otherwise
             outcome = digest([*versions(), *facts, *sorted(self.record.refused), str(self.external_scans)])
             hook = Hook(functools.partial(self._visit, pending), outcome, self.cached)
+            hook.notes = self.notes
             log.info("compiling graph %d", self.start.index)
             try:
                 rewritten = self.record.unjudged or any(not each.reason for each in self.judgements.found.values())
@@ -250,9 +251,6 @@ class GraphCompile:
             except TraceAgain:
                 raise
             except Exception as error:
-                if isinstance(hook.error, SizesFixed):
-                    self.notes.append(str(hook.error))
-                    continue
                 if hook.error is not None:
                     raise hook.error from None
                 if not hook.stopped and not self._recover(error):

@@ -30,7 +30,7 @@ from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, downstream, extract, is_constant, same_strides, upstream
 from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes
-from ..ir.fx import HALF, SizesFixed, copied_graph, is_erased, is_made, is_tensor, registers_hook, value
+from ..ir.fx import HALF, copied_graph, is_erased, is_made, is_tensor, registers_hook, until_fixed, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
@@ -93,19 +93,20 @@ def find_rewrites(
         if training and (note := f"nothing was rewritten before autograd: {hook.advice}") not in notes:
             notes.append(note)
         return None
+
+    def read(*how: Any) -> BeforeAutograd:
+        return until_fixed(lambda: BeforeAutograd(duplicate(part), *how), notes)
+
     found: BeforeAutograd | None = None
     try:
         if nodes := loop_nodes(part):
-            if not BeforeAutograd(duplicate(part), known=True, most=_FIRST_STEPS).rewrites:
+            if not read(lambda _: True, True, True, _FIRST_STEPS).rewrites:
                 return None
             if nodes > LONGEST:
                 notes.append(f"nothing was rewritten around a loop that is {nodes} operations long, step by step")
                 return None
-        found = BeforeAutograd(duplicate(part), wanted, known, training)
+        found = read(wanted, known, training)
         reasons = [*found.notes, *(f"{what} stays as it is: {reason.advice}" for what, reason in found.refused.items())]
-    except SizesFixed as fixed:
-        notes.append(str(fixed))
-        return find_rewrites(gm, path, wanted, notes, known, training)
     except Exception as error:  # what cannot be traced once more has no common error
         reason = (str(error).splitlines() or [""])[0]
         reasons = [

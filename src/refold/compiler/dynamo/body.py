@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ..ir.captured_loop import CapturedLoop
-from ..ir.fx import arg, is_tensor, is_zero, value
+from ..ir.fx import arg, is_random, is_tensor, is_zero, value
 from ..ir.source import expression, located, name_of
 from ..private import tree_flatten, tree_leaves, tree_unflatten
 from ..recurrence.affine import Affine, Loop
@@ -188,7 +188,7 @@ class _Watched(Interpreter):
         """Run one node."""
         with Operations() as ran:
             out = super().run_node(n)
-        if any(torch.Tag.nondeterministic_seeded in func.tags for func, _ in ran.seen):
+        if any(is_random(func) for func, _ in ran.seen):
             self.draws = n
         return out
 
@@ -399,7 +399,7 @@ class Body(LoopVectorizer):
             return self._constant(getattr(self.module, node.target))
         if node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
             return self._value(node.args[0])
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if is_random(node.target):
             raise NotALoop("randomness", f"`{expression(node)}` draws random numbers in the loop")
         if (read := self._read(node)) is not None:
             return read

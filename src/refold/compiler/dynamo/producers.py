@@ -17,6 +17,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from ..ir.fx import is_random
 from ..private import schema
 from .mutation import storages
 from .one_call import CONSTANTS, run_alone
@@ -63,7 +64,7 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
 
 
 def _is_plain(func: Any) -> bool:
-    if schema(func).is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+    if schema(func).is_mutable or is_random(func):
         return False
     if func.overloadpacket is aten.lift_fresh:  # a constant tensor, whose values are not in the graph
         return False

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from ..private import SYMBOLIC_ARITHMETIC
-from .fx import Size, concrete, same, value
+from .fx import Size, concrete, is_random, same, value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -207,20 +207,32 @@ def sort_topologically(graph: Graph) -> None:
                 stack += missing[::-1]
 
 
-def is_constant(node: Node, sizes: bool = False) -> bool:
-    """Tell whether a node computes the same value every time, from no input of the graph; sizes may be allowed."""
+def is_constant(node: Node) -> bool:
+    """Tell whether a node computes the same value every time, from no input of the graph."""
     stack, seen = [node], set()
     while stack:
         x = stack.pop()
         if x in seen:
             continue
         seen.add(x)
-        if sizes and isinstance(x.meta.get("val"), torch.SymInt):
-            continue
-        if x.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(x.target, "tags", ()):
+        if x.op != "call_function" or is_random(x.target):
             return False
         stack.extend(x.all_input_nodes)
     return True
+
+
+def tensors_read(node: Node) -> list[Node]:
+    """List what a node reads, but for sizes."""
+    return [x for x in node.all_input_nodes if not isinstance(x.meta.get("val"), torch.SymInt)]
+
+
+def constants(graph: Graph) -> set[Node]:
+    """Return tensors that a graph computes from sizes alone, the same every time."""
+    found = set[Node]()
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_random(node.target) and found.issuperset(tensors_read(node)):
+            found.add(node)
+    return {node for node in found if not isinstance(node.meta.get("val"), torch.SymInt)}
 
 
 def upstream(node: Node) -> set[Node]:

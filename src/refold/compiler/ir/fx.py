@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -24,6 +24,7 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 RESHAPES = (*VIEWS, aten.reshape.default)
 
 Size = int | torch.SymInt
+T = TypeVar("T")
 
 
 def concrete(size: Any) -> Any:
@@ -57,6 +58,15 @@ def fix(found: Iterable[Any]) -> bool:
         for symbol in size.node.expr.free_symbols:
             int(size.node.shape_env.create_symintnode(symbol, hint=None))
     return bool(symbols)
+
+
+def until_fixed(read: Callable[[], T], notes: list[str]) -> T:
+    """Call what traces and reads a graph; again where sizes became numbers meanwhile, of which the notes tell."""
+    while True:
+        try:
+            return read()
+        except SizesFixed as fixed:
+            notes.append(str(fixed))
 
 
 def place(at: Any, size: Any) -> int | None:
@@ -120,8 +130,12 @@ def is_erased(node: Node) -> bool:
 
 def is_pointwise(target: Any) -> bool:
     """Tell whether an operation works on each element by itself, the same way every time."""
-    tags = getattr(target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return torch.Tag.pointwise in getattr(target, "tags", ()) and not is_random(target)
+
+
+def is_random(target: Any) -> bool:
+    """Tell whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def is_elementwise(target: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .fx import CASTS, arg, is_tensor, same, sum_dims, value
+from .fx import arg, is_elementwise, is_tensor, same, sum_dims, value
 from .symbols import Axis, Label, resolve, unify
 from .views import is_view, viewed
 
@@ -282,13 +282,7 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
 
 def _is_unary(node: Node) -> bool:
     """Tell whether a node maps one tensor elementwise, the same way every time."""
-    target: Any = node.target
-    tags = getattr(target, "tags", ())
-    return (
-        (torch.Tag.pointwise in tags or target in CASTS)
-        and torch.Tag.nondeterministic_seeded not in tags
-        and not any(isinstance(a, Node) for a in node.kwargs.values())
-    )
+    return is_elementwise(node.target) and not any(isinstance(a, Node) for a in node.kwargs.values())
 
 
 def _resized_axes(node: Node) -> dict[int, Any]:

@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 
 from ..ir.builder import Builder, between, sort_topologically, upstream
 from ..ir.contract import Operand, lay_out, multiply, operand
-from ..ir.fx import HALF, SUMS, arg, is_tensor, is_training, value
+from ..ir.fx import HALF, SUMS, arg, is_random, is_tensor, is_training, value
 from ..ir.index import Factor, Product, expand, index
 from ..ir.operators import HEADS
 from ..ir.rewrite import Rewrite, replace_node
@@ -214,7 +214,7 @@ def _absorb(scan: Node, skip: _Skip, states: list[Node], wanted: Callable[[str],
         return None
     inside = between(root, [skip.sum])
     after = [node for node in scan.graph.nodes if node is root or node in inside] if root is not skip.sum else []
-    if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in after):
+    if any(is_random(node.target) for node in after):
         return None
     build = Builder(root)
     given = {**HEADS.given(scan.args), "D": _laid(build, skip)}

@@ -35,7 +35,7 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder, downstream, is_constant, sort_topologically, upstream
+from ..ir.builder import Builder, constants, downstream, sort_topologically, tensors_read, upstream
 from ..ir.fx import RESHAPES, SUMS, SizesFixed, arg, concrete, fix, is_tensor, is_training, power, same, sizes, value
 from ..ir.operators import RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
@@ -95,18 +95,6 @@ class _Cut:
         whole, length = chunks
         fits = self.start % length == 0 and self.length == min(length, whole - self.start)
         return fits and sizes(self.source)[self.axis] == whole
-
-
-def _tensors(node: Node) -> list[Node]:
-    """List what a node reads, but for sizes."""
-    return [x for x in node.all_input_nodes if not isinstance(x.meta.get("val"), torch.SymInt)]
-
-
-def _corrects(node: Node) -> bool:
-    """Tell whether an inverse may be computed here: by a solve, or in place, row after row."""
-    writes = slice_writes(node)
-    rows = bool(writes) and not is_constant(arg(writes[0], 0), sizes=True)  # else these are outputs, in a buffer
-    return rows or node.target is aten.linalg_solve_triangular.default
 
 
 def _cuts(node: Node) -> list[_Cut]:
@@ -288,9 +276,20 @@ class _Region:
         ]  # fmt: skip
 
     @cached_property
+    def constants(self) -> set[Node]:
+        """Tensors that are the same every time."""
+        return constants(self.root.graph)
+
+    def corrects(self, node: Node) -> bool:
+        """Tell whether an inverse may be computed here: by a solve, or in place, row after row."""
+        writes = slice_writes(node)
+        rows = bool(writes) and arg(writes[0], 0) not in self.constants  # else these are outputs, in a buffer
+        return rows or node.target is aten.linalg_solve_triangular.default
+
+    @cached_property
     def inverted(self) -> list[frozenset[Node]]:
         """The operands of matrices that may be inverted, in order."""
-        matrices = [arg(node, 0) for node in self.reached if _corrects(node)]
+        matrices = [arg(node, 0) for node in self.reached if self.corrects(node)]
         return [self.reached[matrix] for matrix in matrices if matrix in self.reached]
 
     @cached_property
@@ -298,7 +297,7 @@ class _Region:
         """What is computed from an inverse."""
         found = set[Node]()
         for node in self.reached:
-            if _corrects(node) or any(x in found for x in node.all_input_nodes):
+            if self.corrects(node) or any(x in found for x in node.all_input_nodes):
                 found.add(node)
         return found
 
@@ -306,7 +305,7 @@ class _Region:
         """Return operands that states are written with: those of products with values that were corrected."""
         found, stack = set[Node](), [x for node in states for x in node.all_input_nodes]
         while stack:
-            read = _tensors(stack.pop())
+            read = tensors_read(stack.pop())
             if len(read) == 1:  # a view, a conversion, or the sum of a product
                 stack.extend(read)
             elif any(x in self.corrected and {part.node for part in values} <= self.reached[x] for x in read):
@@ -342,10 +341,10 @@ class _Region:
         """List what else the region reads but constants and decays, before it is seen as another shape."""
         found, decays, faded = set[Node](), _inputs(fade), (aten.mul.Tensor, (fade,))
         for node in self.nodes & self.reached.keys():
-            for x in _tensors(node):
+            for x in tensors_read(node):
                 while x not in self.reached and (is_view(x) or (x.target, x.args[1:]) == faded):
                     x = arg(x, 0)
-                if x not in self.reached and not is_constant(x, sizes=True) and not (decays and decays & _inputs(x)):
+                if not (x in self.reached or x in self.constants or (decays and decays & _inputs(x))):
                     found.add(x)
         return list(found)
 
@@ -433,7 +432,7 @@ def _fit(root: Node, keys: list[_Operand], values: list[_Operand]) -> bool:
 def _fix_sizes(rule: _Rule) -> bool:
     """Make numbers of the sizes that a rule was read by, but for how many rows there are; tell whether one was none."""
     root, parts = rule.root, [rule.q, rule.k, *rule.v, *rule.r, *rule.under, rule.g, rule.beta]
-    nodes = [root, *_tensors(root), *(part.node for part in parts if part), *filter(None, [rule.initial])]
+    nodes = [root, *tensors_read(root), *(part.node for part in parts if part), *filter(None, [rule.initial])]
     shapes = [value(node).shape for node in nodes]
     return fix(size for shape in shapes for size in (shape[1:] if same(shape[0], shapes[0][0]) else shape))
 
@@ -575,15 +574,11 @@ def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     made = set(build.added)
     if isinstance(rule.fade, Node):
         made |= {x for x in upstream(rule.fade) if x.op == "call_function"}  # factors of all chunks have one source
-    # Zeros of as many rows as there are stay zeros where values are made up for a check.
-    random = torch.Tag.nondeterministic_seeded
-    sources = [x for x in root.graph.nodes if x.op != "call_function" or random in getattr(x.target, "tags", ())]
-    varying = downstream(*filter(is_tensor, sources))
     for before, after in found:
         yield replace_node(
             before,
             after,
-            inside=set(filter(is_tensor, upstream(before))) - varying,
+            inside=constants(root.graph),  # zeros of as many rows as there are stay zeros where a check makes values up
             added=made,
             name=f"fuse chunked {'delta rule' if rule.erase else 'linear attention'}",
             why=f"products {'and an inverse ' if rule.erase else ''}of each chunk are written out and read again",

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from ...ops.spec import all_specs
 from ...ops.torch.registry import RUNNERS, Operation
 from ..ir.builder import Builder, is_constant
-from ..ir.fx import HALF, VIEWS, arg, is_tensor, value
+from ..ir.fx import HALF, VIEWS, arg, is_random, is_tensor, value
 from ..ir.index import index
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.symbols import resolve
@@ -63,7 +63,7 @@ def region(root: Node) -> set[Node] | None:
         outside = node.op != "call_function" or (is_tensor(node) and value(node).dtype == value(root).dtype)
         if node in found or (outside and node is not root):
             continue
-        if len(found) > MOST or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if len(found) > MOST or is_random(node.target):
             return None
         found.add(node)
         stack.extend(node.all_input_nodes)

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.cost import numel
-from ..ir.fx import is_tensor, known, place, value
+from ..ir.fx import is_random, is_tensor, known, place, value
 from ..ir.source import expression, located, name_of
 from .affine import Affine, Loop
 from .states import LoopVectorizer
@@ -155,8 +155,7 @@ class Reroller(LoopVectorizer):
         if any(len(row) != len(rows[0]) for row in rows):
             counts = dict(zip(steps, (f"has {len(row)} arguments" for row in rows), strict=True))
             raise _differ(steps, frame, counts.__getitem__)
-        tags = getattr(sample.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags:
+        if is_random(sample.target):
             raise NotALoop("randomness", f"`{expression(sample)}` draws random numbers in the loop")
         if any(isinstance(leaf, Node) for leaf in _leaves(sample.kwargs)):
             raise NotALoop("no-iteration-form", f"`{expression(sample)}` gets a tensor by keyword")
