@@ -35,7 +35,7 @@ def launched(monkeypatch):
     names = gluon.launched(monkeypatch, *KERNELS)
     for module, table in ((plans, FORWARD), (backward, BACKWARD)):
         monkeypatch.setattr(module, "lookup", lambda *_, table=table: table.default | table.families["hopper"])
-    monkeypatch.setattr(plans, "hopper_fits", lambda *tensors: all(map(plans._fits_copy_engine, tensors)))
+    monkeypatch.setattr(plans, "hopper_fits", lambda *tensors: all(map(plans.copyable, tensors)))
     return names
 
 

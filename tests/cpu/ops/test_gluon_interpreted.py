@@ -31,7 +31,7 @@ interpreted = pytest.mark.skipif(
 def launched(monkeypatch):
     """Plan as for a GPU with asynchronous copies, run kernels in Gluon with torch, and list what runs."""
     names = gluon.launched(monkeypatch, KERNELS)
-    monkeypatch.setattr(plans, "_copies_ahead", lambda device: True)
+    monkeypatch.setattr(plans, "copies_ahead", lambda device: True)
     return names
 
 
@@ -87,7 +87,7 @@ def test_kernel_compiles(dstate, monkeypatch):
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
-    monkeypatch.setattr(plans, "_copies_ahead", lambda device: True)
+    monkeypatch.setattr(plans, "copies_ahead", lambda device: True)
     made = []
     monkeypatch.setattr(
         "refold.ops.torch.launch.compile_together", lambda *args: None

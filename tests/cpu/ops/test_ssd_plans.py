@@ -24,7 +24,6 @@ def _hopper(monkeypatch):
         return table.default | table.dtypes.get(str(dtype).removeprefix("torch."), {}) | table.families["hopper"]
 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
-    monkeypatch.setattr(_triton, "INTERPRETED", False)
     monkeypatch.setattr(_triton, "lookup", hopper)
     monkeypatch.setattr(_triton, "family", lambda device: "hopper")
     monkeypatch.setattr(_triton, "device_limits", lambda device: (132, SHARED - 2048))

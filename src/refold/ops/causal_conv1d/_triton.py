@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from refold.ops.causal_conv1d.spec import SPEC, STEP
-from refold.ops.spec import Meta
 from refold.ops.torch.launch import INTERPRETED, Launch, current_stream, last_contiguous, planned, refusal
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
@@ -23,10 +22,7 @@ BLOCK_D = 128  # Channels a program, which is one warp.
 # The same for the backward, whose programs own several tiles; and how many programs per multiprocessor are enough.
 BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 8, 64, 16, 32
 
-
-def supports(meta: Meta) -> str | None:
-    """Return None if the kernels take these arguments, else why not."""
-    return refusal(meta)
+supports = refusal
 
 
 @triton.jit

@@ -29,7 +29,6 @@ from triton.language.extra.cuda import gdc_wait
 
 from refold.ops.delta_rule._gluon_chain_kernels import clear_tail
 from refold.ops.triton.gluon import barrier, load_tile, offset, store_tile
-from refold.ops.triton.gluon import tile_layout as tile_layout
 
 
 @gluon.jit

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from refold.ops.triton.gluon import barrier, load_tile, store_tile
-from refold.ops.triton.gluon import tile_layout as tile_layout
 
 
 @gluon.jit

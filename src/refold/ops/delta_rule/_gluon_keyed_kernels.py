@@ -24,7 +24,6 @@ from triton.language.extra.cuda import gdc_wait
 
 from refold.ops.delta_rule._gluon_prepare_kernels import diagonal, in_halves, inverse_by_levels, inverse_of_blocks, put
 from refold.ops.triton.gluon import append, barrier, exp2, load_tile, offset, seen_as, sigmoid, softplus, store_tile
-from refold.ops.triton.gluon import tile_layout as tile_layout
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 

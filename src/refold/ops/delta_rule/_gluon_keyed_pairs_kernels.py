@@ -42,7 +42,6 @@ from refold.ops.delta_rule._gluon_pairs_kernels import (
     unknown_zero,
 )
 from refold.ops.triton.gluon import barrier, exp2, load_tile, reciprocal, seen_as
-from refold.ops.triton.gluon import tile_layout as tile_layout
 
 # What barriers tell: that tiles are empty, and that they are full. With _QK, the tiles of queries and keys hold their
 # gradients. _QK and _Q_K have the places that `send` and `take` know.

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from refold.ops.triton.gluon import append, barrier, exp2, load_tile, seen_as, store_tile
-from refold.ops.triton.gluon import tile_layout as tile_layout
 
 # What barriers tell: that tiles are empty, and that they are full (all but that of the state after the chunk, which
 # comes last). With _QK, the tiles of queries and keys hold their gradients.

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from refold.ops.triton.gluon import barrier, exp2, load_tile, seen_as, store_tile
-from refold.ops.triton.gluon import tile_layout as tile_layout
 
 # a times b for blocks of 16 x 16 in float16, one per warp. A thread has eight elements of each, in the order of the
 # results of a matrix instruction, which is that of its left factors, too; b's blocks of 8 x 8 are transposed.

@@ -25,13 +25,20 @@ from refold.ops.delta_rule._triton_forward import (
     keyed_view,
     precisions,
     strength_kind,
-    strides,
-    tile_view,
 )
 from refold.ops.delta_rule.spec import SPEC
 from refold.ops.delta_rule.tables import BACKWARD
 from refold.ops.torch import chunks as torch_chunks
-from refold.ops.torch.launch import Launch, current_stream, last_contiguous, planned
+from refold.ops.torch.launch import (
+    Launch,
+    TileView,
+    block_of,
+    current_stream,
+    last_contiguous,
+    planned,
+    strides,
+    tile_view,
+)
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.pointwise import zeros_for_bad
 from refold.ops.torch.tables import device_limits, lookup
@@ -262,13 +269,12 @@ class Backward:
                     and not self.chunks.varlen and q.shape[3] > 64 and v.shape[3] <= 128
                     and in_gluon(part) is not None)  # fmt: skip
 
-    def _views(self, hopper: Any, v, nkeys: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _views(self, v, nkeys: int) -> tuple[TileView, TileView]:
         """Describe to the copy engine the states of chunks, and u and w."""
         nvalues, cells = v.shape[3], self.chunks.cells
-        states = {"shape": [1, cells, nvalues, nkeys], "strides": [8, nvalues * nkeys, nkeys, 1],
-                  "block_shape": [1, 1, 64, 64 if nkeys <= 64 else 128],
-                  "layout": hopper.tile_layout(16, 4)}  # fmt: skip
-        return states, tile_view(hopper, v, 64) | {"shape": [1, 1, cells * 64, nvalues], "strides": [8, 8, nvalues, 1]}
+        tile = [1, 1, 64, 64 if nkeys <= 64 else 128]
+        states = TileView([1, cells, nvalues, nkeys], [8, nvalues * nkeys, nkeys, 1], tile)
+        return states, keyed_view(cells, nvalues, 64)
 
     def _plan_hopper_chains(self, q, k, v, dy, erase: bool) -> None:
         """Plan what walks over chunks in Gluon; where a flag is up, the plain walk back goes again."""
@@ -276,21 +282,21 @@ class Backward:
 
         there, back, chunks = in_gluon("chain"), in_gluon("chain_back"), self.chunks
         (nheads, nvalues), nkeys = v.shape[2:], q.shape[3]
-        (q_view, r_view, k_view), square, consts = chunks.chain(there, q, k, erase)
-        states, tiles = self._views(there, v, nkeys)
-        v_view, dy_view = tile_view(there, v, 64), tile_view(there, dy, 64)
-        dv_view = tile_view(there, torch.empty(v.shape, device="meta"), 64)
+        (q_view, r_view, k_view), square, consts = chunks.chain(q, k, erase)
+        states, tiles = self._views(v, nkeys)
+        v_view, dy_view = tile_view(v, 64), tile_view(dy, 64)
+        dv_view = tile_view(torch.empty(v.shape, device="meta"), 64)
         blocks, segments, nseqs = triton.cdiv(nvalues, 64), self.nsegments, chunks.nseqs
         grid, options = (nheads * blocks, segments, nseqs), {"num_warps": 4, "maxnreg": 168}
         self.maps = MappedLaunch(
             there._delta_chain_hopper_kernel, (nheads * (blocks + triton.cdiv(nkeys, 64)), segments, nseqs),
-            consts | {"GIVES": "maps"}, options, [{}, r_view, k_view, v_view, square],
+            consts | {"GIVES": "maps"}, options, [None, r_view, k_view, v_view, square],
         )  # fmt: skip
         self.states = MappedLaunch(
             there._delta_chain_hopper_kernel, grid, consts | {"GIVES": "states"}, options,
-            [{}, r_view, k_view, v_view, square, {}, {}, states, tiles],
+            [None, r_view, k_view, v_view, square, None, None, states, tiles],
         )  # fmt: skip
-        views = [q_view, r_view, k_view, dy_view, square if erase else {}, square]
+        views = [q_view, r_view, k_view, dy_view, square if erase else None, square]
         consts |= {"STAGES": 2}  # results in two tiles each take the place of the third
         self.own = MappedLaunch(back._delta_chain_back_hopper_kernel, (nheads * blocks, segments - 1, nseqs),
                                 consts | {"OUTPUT": False}, options, views)  # fmt: skip
@@ -304,14 +310,14 @@ class Backward:
 
         hopper: Any = in_gluon(part)
         (_, seqlen, nheads, nvalues), (ngroups, nkeys), chunks = v.shape, q.shape[2:], self.chunks
-        states, tiles = self._views(hopper, v, nkeys)
-        read, values = [tile_view(hopper, a, 128) for a in (q, k)], [tile_view(hopper, a, 64) for a in (v, dy)]
-        results = [tile_view(hopper, torch.empty(a.shape, device="meta"), 128) for a in (q, k)]
+        states, tiles = self._views(v, nkeys)
+        read, values = [tile_view(a, 128) for a in (q, k)], [tile_view(a, 64) for a in (v, dy)]
+        results = [tile_view(torch.empty(a.shape, device="meta"), 128) for a in (q, k)]
         items = chunks.nslots * ngroups
         consts = {"C": 64, "N": 128, "P": 64, "NORMALIZE": normalize, "EPS": forward.NORM_EPS.value}
         ints = (seqlen, chunks.nchunks, items, ngroups, nheads // ngroups)
         if chunks.keyed:
-            sums = keyed_view(hopper, chunks.cells, nkeys, 128, bits=32)
+            sums = keyed_view(chunks.cells, nkeys, 128, bits=32)
             kernel, consts = hopper._delta_keyed_pairs_hopper_kernel, consts | {"NEAR": forward.NEAR.value}
             views = [*read, values[1], sums, tiles, tiles, states, states, *results]
             self.hopper_ints = (*ints, nkeys, nvalues, self.slices, self.scale, *v.stride()[:3])
@@ -326,9 +332,7 @@ class Backward:
         """Plan what walks over chunks, in both directions of time."""
         chunks = self.chunks
         nheads, _, nkeys, nvalues = sizes
-        block_p = min(max(16, triton.next_power_of_2(nvalues)), config["block_p"])
-        while block_p > 16 and block_p * chunks.block_n > config["tile"]:
-            block_p //= 2
+        block_p = block_of(nvalues, chunks.block_n, config["block_p"], config["tile"])
         sms, _ = device_limits(device)
         if chunks.dtype.itemsize == 2:  # few programs: more of them, which spill less
             while block_p > 16 and nseqs * nheads * triton.cdiv(nvalues, block_p) < 2 * sms:

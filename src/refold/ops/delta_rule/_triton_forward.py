@@ -16,12 +16,19 @@ from refold.ops.spec import Meta
 from refold.ops.torch.launch import (
     INTERPRETED,
     Launch,
+    TileView,
+    block_of,
+    copyable,
     current_stream,
     gluon,
     last_contiguous,
+    on_hopper,
     planned,
+    products,
     refusal,
     same_dtype,
+    strides,
+    tile_view,
 )
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.slots import Places
@@ -59,13 +66,8 @@ def strength_kind(beta: Any, beta_limit: float | None) -> str:
 
 def precisions(dtype: torch.dtype, *tiles: int) -> tuple[str, str]:
     """Return how products of ``dtype``, and those of the inverse, are formed."""
-    inverse = {torch.bfloat16: "half", torch.float16: "halves"}.get(dtype, "widen")
-    if INTERPRETED:
-        return "widen", inverse
-    if dtype != torch.float32:
-        return "ieee", inverse
-    # Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
-    return ("bf16x6", "bf16x6") if min(tiles) >= 32 else ("ieee", "ieee")
+    precision = products("bf16x6", dtype, *tiles)
+    return precision, {torch.bfloat16: "half", torch.float16: "halves"}.get(dtype, precision)
 
 
 def cut(nchunks: int, programs: int, slots: int) -> int:
@@ -83,29 +85,14 @@ def cut(nchunks: int, programs: int, slots: int) -> int:
     return best
 
 
-def tile_view(hopper: Any, tensor: torch.Tensor, width: int) -> dict[str, Any]:
-    """Describe to the copy engine tiles of 64 tokens of one head or group."""
-    b, t, h, size = tensor.shape
-    # The copy engine wants the stride of an axis of one element, too, to be one that it could take.
-    steps = [tensor.stride(i) if tensor.shape[i] > 1 else 8 for i in (0, 2, 1)]
-    return {"shape": [b, h, t, size], "strides": [*steps, 1], "block_shape": [1, 1, 64, width],
-            "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+def square_view(cells: int) -> TileView:
+    """Return the view of matrices of the pairs of tokens of chunks."""
+    return TileView([cells * 64, 64], [64, 1], [64, 64])
 
 
-def square_view(hopper: Any, cells: int) -> dict[str, Any]:
-    """Describe to the copy engine matrices of the pairs of tokens of chunks."""
-    return {"shape": [cells * 64, 64], "strides": [64, 1], "block_shape": [64, 64], "layout": hopper.tile_layout(16, 2)}
-
-
-def keyed_view(hopper: Any, cells: int, nkeys: int, width: int, bits: int = 16) -> dict[str, Any]:
-    """Describe to the copy engine tiles of chunks, (tokens, keys): what is scaled by decays, or their sums."""
-    return {"shape": [1, 1, cells * 64, nkeys], "strides": [8, 8, nkeys, 1], "block_shape": [1, 1, 64, width],
-            "layout": hopper.tile_layout(bits, 4)}  # fmt: skip
-
-
-def strides(tensor: torch.Tensor | None, axes: int) -> tuple[int, ...]:
-    """Return the strides of the first axes; zeros if there is no tensor."""
-    return (0,) * axes if tensor is None else tensor.stride()[:axes]
+def keyed_view(cells: int, nkeys: int, width: int, bits: int = 16) -> TileView:
+    """Return the view of tiles of chunks, (tokens, keys): what is scaled by decays, or their sums."""
+    return TileView([1, 1, cells * 64, nkeys], [8, 8, nkeys, 1], [1, 1, 64, width], bits)
 
 
 def gate_strides(g: torch.Tensor | None, keyed: bool) -> tuple[int, ...]:
@@ -203,13 +190,13 @@ class ChunkPlan:
 
         hopper: Any = in_gluon(self.part)
         block = max(64, self.block_n)
-        square, options = square_view(hopper, self.cells), {"num_warps": 4}
-        views = [tile_view(hopper, q, block), tile_view(hopper, k, block), square, square, square]
+        square, options = square_view(self.cells), {"num_warps": 4}
+        views = [tile_view(q, block), tile_view(k, block), square, square, square]
         names = ["NORMALIZE", "ERASE", "VARLEN"]
         more = {"C": 64, "N": block, "EPS": kernels.NORM_EPS.value}
         if self.keyed:
             kernel = hopper._delta_prepare_keyed_hopper_kernel
-            views += [keyed_view(hopper, self.cells, q.shape[3], block)] * 3
+            views += [keyed_view(self.cells, q.shape[3], block)] * 3
             names += ["GATE", "BETA"]
             more |= {"FLOOR": kernels.FLOOR.value, "NEAR": kernels.NEAR.value}
         else:
@@ -227,18 +214,18 @@ class ChunkPlan:
         return bool(self.chunk == 64 and q.shape[3] <= 128 and r is None
                     and hopper_fits(q, k, v, v if dy is None else dy) and in_gluon("chain") is not None)  # fmt: skip
 
-    def chain(self, hopper: Any, q, k, erase: bool) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    def chain(self, q, k, erase: bool) -> tuple[list[TileView | None], TileView, dict[str, Any]]:
         """Describe to the copy engine q, r and k, and what is of pairs of tokens; and return the kernels' constants."""
         nkeys = q.shape[3]
         block = 64 if nkeys <= 64 else 128
         consts = {"C": 64, "N": block, "P": 64, "STAGES": 2 if self.keyed else self.config["hopper_stages"],
                   "KEYED": self.keyed, "ERASE": erase, "VARLEN": self.varlen}  # fmt: skip
         if self.keyed:
-            view = keyed_view(hopper, self.cells, nkeys, block)
-            views = [view, view if erase else {}, view]
+            view = keyed_view(self.cells, nkeys, block)
+            views = [view, view if erase else None, view]
         else:
-            views = [tile_view(hopper, q, block), {}, tile_view(hopper, k, block)]
-        return views, square_view(hopper, self.cells), consts
+            views = [tile_view(q, block), None, tile_view(k, block)]
+        return views, square_view(self.cells), consts
 
     def __call__(self, stream, q, k, g, beta, r, A_log, dt_bias, cu_seqlens, X=None, more=None) -> tuple[Any, ...]:
         """Prepare `chain`: queries, read keys, keys, T, P, rows, decays; and the sums of decays per key.
@@ -276,9 +263,7 @@ class Forward:
         _, seqlen, nheads, nvalues = v.shape
         ngroups, nkeys = q.shape[2:]
         config, nseqs, self.erase = chunks.config, chunks.nseqs, erase
-        block_p = min(max(16, triton.next_power_of_2(nvalues)), config["block_p"])
-        while block_p > 16 and block_p * chunks.block_n > config["tile"]:
-            block_p //= 2
+        block_p = block_of(nvalues, chunks.block_n, config["block_p"], config["tile"])
         blocks, maps = triton.cdiv(nvalues, block_p), triton.cdiv(nkeys, block_p)
         self.nsegments = config.get("segments") or chunks.segments(nseqs * nheads * blocks)
         precision, _ = precisions(v.dtype, chunks.chunk, chunks.block_n, block_p)
@@ -318,15 +303,15 @@ class Forward:
 
         hopper: Any = in_gluon("chain")
         chunks, nheads = self.chunks, v.shape[2]
-        (q_view, r_view, k_view), square, consts = chunks.chain(hopper, q, k, erase)
-        v_view, y_view = tile_view(hopper, v, 64), tile_view(hopper, torch.empty(v.shape, device="meta"), 64)
+        (q_view, r_view, k_view), square, consts = chunks.chain(q, k, erase)
+        v_view, y_view = tile_view(v, 64), tile_view(torch.empty(v.shape, device="meta"), 64)
         self.scan = MappedLaunch(
             hopper._delta_chain_hopper_kernel, (nheads * blocks, self.nsegments, chunks.nseqs),
             {**consts, "GIVES": "outputs"}, {"num_warps": 4}, [q_view, r_view, k_view, v_view, square, square, y_view],
         )  # fmt: skip
         self.state = MappedLaunch(
             hopper._delta_chain_hopper_kernel, (nheads * (blocks + maps), self.nsegments - 1, chunks.nseqs),
-            {**consts, "GIVES": "maps"}, {"num_warps": 4, "maxnreg": 168}, [{}, r_view, k_view, v_view, square],
+            {**consts, "GIVES": "maps"}, {"num_warps": 4, "maxnreg": 168}, [None, r_view, k_view, v_view, square],
         )  # fmt: skip
 
     def __call__(self, q, k, v, g, beta, r, A_log, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -355,19 +340,7 @@ class Forward:
 
 def hopper_fits(*tensors: torch.Tensor) -> bool:
     """Say whether the Hopper kernels take these tensors."""
-    first = tensors[0]
-    if INTERPRETED or first.device.type != "cuda" or torch.cuda.get_device_capability(first.device)[0] != 9:
-        return False
-    return first.element_size() == 2 and all(map(_fits_copy_engine, tensors))
-
-
-def _fits_copy_engine(tensor: torch.Tensor) -> bool:
-    """Say whether tiles of a tensor can be copied: rows on 16 bytes."""
-    steps = zip(tensor.shape[:3], tensor.stride(), strict=False)
-    return (
-        0 not in tensor.shape and tensor.data_ptr() % 16 == 0 and tensor.shape[3] % 8 == 0
-        and all(size == 1 or (step > 0 and step % 8 == 0) for size, step in steps)
-    )  # fmt: skip
+    return on_hopper(tensors[0].device) and tensors[0].element_size() == 2 and all(map(copyable, tensors))
 
 
 def _plan_step(

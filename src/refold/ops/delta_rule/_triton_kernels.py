@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from refold.ops.torch import launch
-from refold.ops.triton.math import LOG2E, dot, exp2, sequence, sigmoid, softplus
+from refold.ops.triton.math import LOG2E, dot, exp2, is_finite, sequence, sigmoid, softplus
 from refold.ops.triton.slots import place, place_of_token, spread
 
 FLOOR = tl.constexpr(-110.0)  # e^-110 is zero in float32: a log decay below it, -inf too, is the same as this
@@ -153,14 +153,9 @@ def _inverse(L, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
-def _finite(v):
-    return tl.abs(v.to(tl.float32)) < float("inf")
-
-
-@triton.jit
 def _clean(tile):
     """Return a tile with zeros for what is not finite, and 0 for each of its rows, NaN where there was such a value."""
-    finite = _finite(tile)
+    finite = is_finite(tile)
     mark = tl.max(tl.where(finite, 0.0, 1.0), axis=1)
     return tl.where(finite, tile, 0.0).to(tile.dtype), tl.where(mark > 0.0, float("nan"), 0.0)
 
@@ -198,7 +193,7 @@ def _load_beta(beta_ptr, at, inside, beta_limit, BETA: tl.constexpr):
         beta = tl.load(beta_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if BETA == "sigmoid":
             beta = tl.where(inside, beta_limit * share(beta), 0.0)
-    finite = _finite(beta)
+    finite = is_finite(beta)
     return tl.where(finite, beta, 0.0), tl.where(finite, 0.0, float("nan"))
 
 
@@ -247,7 +242,7 @@ def _delta_gates_kernel(
         g_rows = g_ptr + batch * stride_g_b + (start + offs_t[:, None]) * stride_g_t
         g = tl.load(g_rows + offs_h[None, :] * stride_g_h, mask=mask, other=0.0)
         g = tl.where(mask, log_decay(g, A[None, :], bias[None, :], lower, GATE), 0.0)
-        finite = _finite(g)
+        finite = is_finite(g)
         mark = tl.where(finite, 0.0, float("nan"))
         g = tl.where(finite, g, 0.0)
         flag = tl.maximum(flag, tl.max(tl.where(g > 0.0, 1, 0), axis=0))
@@ -293,7 +288,7 @@ def _delta_prepare_kernel(
     rows = rows_ptr + row * (4 * CHUNK) + offs_t
     beta = tl.load(more)
     mark = tl.load(rows) + beta * 0.0
-    beta = tl.where(_finite(beta), beta, 0.0)
+    beta = tl.where(is_finite(beta), beta, 0.0)
     high = tl.load(more + 3 * CHUNK)
     low = tl.load(more + 4 * CHUNK)
     last = more_ptr + row * (5 * CHUNK) + 4 * CHUNK - 1

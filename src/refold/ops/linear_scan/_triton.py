@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from refold.ops.linear_scan.spec import SPEC
-from refold.ops.spec import Meta
 from refold.ops.torch.launch import Launch, current_stream, planned, refusal
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.tables import device_limits
@@ -19,10 +18,7 @@ from refold.ops.torch.tables import device_limits
 # backward; programs a multiprocessor from which time is not cut.
 BLOCK, WARPS, TOKENS, SLOTS = 128, 1, 16, 2
 
-
-def supports(meta: Meta) -> str | None:
-    """Return None if the kernel takes these arguments, else why not."""
-    return refusal(meta)
+supports = refusal
 
 
 @triton.jit

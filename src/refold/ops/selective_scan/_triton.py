@@ -12,7 +12,18 @@ from refold.ops.selective_scan import _triton_kernels as kernels
 from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.selective_scan.tables import FORWARD, FORWARD_LANES
 from refold.ops.spec import Meta
-from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, later, planned, refusal
+from refold.ops.torch.launch import (
+    PTX,
+    Launch,
+    current_stream,
+    gluon,
+    last_contiguous,
+    later,
+    planned,
+    refusal,
+    strides,
+    wide_rows,
+)
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.slots import Places
 from refold.ops.torch.step_plans import planned_steps
@@ -61,7 +72,7 @@ def selective_scan(
     scan = Launch(kernel, (blocks, nsegments, sequences), {**consts, "LOCAL": False}, options)
     ints = (
         seqlen, segment, nsegments, channels, dstate, channels // ngroups, *x.stride()[:2], *dt.stride()[:2],
-        *_grouped(B), *_grouped(C), *_rows(z), *_rows(decay),
+        *grouped(B), *grouped(C), *strides(z, 2), *strides(decay, 2),
     )  # fmt: skip
     rows = sequences * nsegments * channels
     new_y = fresh_like(x)
@@ -84,15 +95,15 @@ def selective_scan(
     return run
 
 
-def _rows(array: torch.Tensor | None) -> tuple[int, ...]:
-    """Return the strides of batch and time."""
-    return (0, 0) if array is None else array.stride()[:2]
-
-
-def _grouped(projection: torch.Tensor) -> tuple[int, ...]:
+def grouped(projection: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of batch, time and group of B or C; without a group axis the last is 0."""
     strides = projection.stride()[:-1]
     return strides if len(strides) == 3 else (*strides, 0)
+
+
+def copies_ahead(device: torch.device) -> bool:
+    """Whether a device copies to shared memory asynchronously, as kernels with hand-made layouts do."""
+    return PTX and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def _lanes_sizes(
@@ -106,11 +117,10 @@ def _lanes_sizes(
     would else be idle or uneven. One warp alone cannot hide its waits. Where even few states do not fill the device,
     long sequences are cut.
     """
-    if not PTX or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 8:
+    if not copies_ahead(x.device):
         return None
     channels, rows = x.shape[2], [a for a in (x, dt, B, C, z, decay) if a is not None]
-    aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
-    if not aligned or channels % 16 or dstate < 4 or dstate != triton.next_power_of_2(dstate):
+    if not wide_rows(*rows) or channels % 16 or dstate < 4 or dstate != triton.next_power_of_2(dstate):
         return None
     table = lookup(FORWARD_LANES, x.device, x.dtype) | config
     multiprocessors, warps = device_limits(x.device)[0], table["warps"]

@@ -9,9 +9,10 @@ import torch
 import triton
 
 from refold.ops.selective_scan import _triton_backward_kernels as kernels
+from refold.ops.selective_scan._triton import copies_ahead, grouped
 from refold.ops.selective_scan.spec import SPEC
 from refold.ops.selective_scan.tables import BACKWARD, BACKWARD_LANES
-from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, planned
+from refold.ops.torch.launch import Launch, current_stream, gluon, last_contiguous, planned, strides, wide_rows
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits, lookup
@@ -55,12 +56,12 @@ def selective_scan_backward(
         consts["FULL"] = cu_seqlens is None and seqlen % tokens == 0
     main = Launch(kernel, (ngroups * group_blocks, nsegments, nrows), consts, options)
 
-    strides = (
-        *x.stride()[:2], *dt.stride()[:2], *_grouped(B), *_grouped(C), *_rows(z), *_rows(decay),
+    steps = (
+        *x.stride()[:2], *dt.stride()[:2], *grouped(B), *grouped(C), *strides(z, 2), *strides(decay, 2),
     )  # fmt: skip
-    local_ints = (seqlen, segment, nsegments, channels, dstate_size, group_channels, group_blocks, *strides)
+    local_ints = (seqlen, segment, nsegments, channels, dstate_size, group_channels, group_blocks, *steps)
     main_ints = (
-        batch, seqlen, nseqs, segment, nsegments, channels, dstate_size, group_channels, group_blocks, *strides
+        batch, seqlen, nseqs, segment, nsegments, channels, dstate_size, group_channels, group_blocks, *steps
     )  # fmt: skip
     nborders = batch * triton.cdiv(seqlen, tokens) if cu_seqlens is None else nseqs + triton.cdiv(seqlen, tokens)
     nborders *= tokens // sizes.get("GROUP", tokens)  # The other kernel has one for each group of a tile.
@@ -116,10 +117,9 @@ def _kernels(
     """
     x, rows = arrays["x"], [a for a in arrays.values() if a is not None]
     assert x is not None
-    aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
-    fits = aligned and arrays["dy"] is not None and group_channels % 16 == 0
+    fits = wide_rows(*rows) and arrays["dy"] is not None and group_channels % 16 == 0
     states = dstate == triton.next_power_of_2(dstate) and 4 <= dstate <= 64
-    if fits and states and _copies_ahead(x.device):
+    if fits and states and copies_ahead(x.device):
         lanes_kernels: Any = gluon("refold.ops.selective_scan._gluon_backward_kernels")
         if lanes_kernels is not None:
             table = lookup(BACKWARD_LANES, x.device, x.dtype)
@@ -133,22 +133,6 @@ def _kernels(
     return kernels._selective_scan_bwd_segments_kernel, kernels._selective_scan_bwd_kernel, sizes, table
 
 
-def _copies_ahead(device: torch.device) -> bool:
-    """Whether a device copies to shared memory asynchronously, as kernels with hand-made layouts do."""
-    return PTX and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
-
-
 def _sums_into(projection: torch.Tensor, ngroups: int) -> bool:
     """Whether B or C has an axis of groups, or there is one group; else all groups share it."""
     return ngroups == 1 or projection.dim() == 4
-
-
-def _rows(array: torch.Tensor | None) -> tuple[int, ...]:
-    """Return the strides of batch and time."""
-    return (0, 0) if array is None else array.stride()[:2]
-
-
-def _grouped(projection: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of batch, time and group of B or C; without a group axis the last is 0."""
-    strides = projection.stride()[:-1]
-    return strides if len(strides) == 3 else (*strides, 0)

@@ -24,12 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from refold.ops.triton.gluon import barrier, exp2, load_tile, silu, store_tile
-from refold.ops.triton.gluon import tile_layout as tile_layout
-
-# Triton 3.6 has another name for this.
-_memory = gl.shared_memory_descriptor
-reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+from refold.ops.triton.gluon import barrier, exp2, load_tile, seen_as, silu, store_tile
 
 
 @gluon.jit
@@ -565,7 +560,7 @@ def _ssd_fwd_scan_hopper_kernel(
     if initial_desc is not None:
         # A tile has room for two 16-bit copies: for one state in float32, or one in 16 bits and a gap.
         bits: gl.constexpr = initial_desc.dtype.primitive_bitwidth
-        initial_smem = reinterpret(state_smem, initial_desc.dtype, [TILES * 32 // bits, 1, P, N], initial_desc.layout)
+        initial_smem = seen_as(state_smem, initial_desc.layout, initial_desc.dtype, [TILES * 32 // bits, 1, P, N])
         if (pid_s == 0) | (not PASSED):
             for which in gl.static_range(TILES):
                 tile = pid_t + which

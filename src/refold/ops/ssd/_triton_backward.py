@@ -13,7 +13,18 @@ from refold.ops.ssd import _triton_kernels as forward
 from refold.ops.ssd._triton_forward import ssd
 from refold.ops.ssd.spec import SPEC
 from refold.ops.ssd.tables import BACKWARD
-from refold.ops.torch.launch import INTERPRETED, Launch, current_stream, gluon, last_contiguous, planned
+from refold.ops.torch.launch import (
+    Launch,
+    TileView,
+    block_of,
+    current_stream,
+    gluon,
+    last_contiguous,
+    on_hopper,
+    planned,
+    products,
+    wide_rows,
+)
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits, lookup
@@ -85,21 +96,10 @@ def choose_splits(rows: int, heads: int, slots: int) -> int:
     return best
 
 
-def _copied_wide(headdim: int, dstate: int, *tensors: torch.Tensor) -> bool:
-    """Say whether rows of tiles begin at multiples of 16 bytes and are whole multiples of 16 elements."""
-    return (
-        headdim % 16 == 0
-        and dstate % 16 == 0
-        and all(t.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in t.stride()[:3]) for t in tensors)
-    )
-
-
 def _hopper_fits(x, dy, B, C) -> bool:
     """Say whether the Hopper kernel takes these tensors: 16 bits, 64 channels, 64 or 128 states."""
     headdim, dstate = x.shape[-1], B.shape[-1]
-    if INTERPRETED or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
-        return False
-    if x.dtype not in (torch.bfloat16, torch.float16) or headdim != 64 or dstate not in (64, 128):
+    if not on_hopper(x.device) or x.element_size() != 2 or headdim != 64 or dstate not in (64, 128):
         return False
     return all(
         t.stride(2) == width and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 and t.data_ptr() % 16 == 0
@@ -123,16 +123,14 @@ class _Plan:
         block_n, tile = min(wide_n, config["block_n"]), config["tile"]
         hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
         self.hopper = hopper and _hopper_fits(x, dy, B, C) and gluon(*HOPPER) is not None
-        wide = headdim <= 64 and dstate <= 128 and _copied_wide(headdim, dstate, x, dy, B, C)
-        if not self.hopper and not wide:
+        small = headdim <= 64 and dstate <= 128 and headdim % 16 == dstate % 16 == 0
+        if not self.hopper and not (small and wide_rows(x, dy, B, C)):
             # Tiles that are not copied ahead go through registers. Triton 3.6 may then fence what it writes for
             # asynchronous products after the barrier, not before it; products of 32 rows are none of these.
             chunk, tile = min(chunk, 32), min(tile, 32 * wide_n)
             block_n = min(wide_n, 2 * config["block_n"] if x.dtype != torch.float32 else config["block_n"])
         block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
-        state_p = block_p
-        while state_p > 16 and state_p * wide_n > tile:
-            state_p //= 2
+        state_p = block_of(headdim, wide_n, config["block_p"], tile)
         # Shared memory of a walk over heads: the tiles that are copied ahead, and two matrices of pairs of tokens.
         ahead = 2 * (chunk * (block_p + block_n) + block_p * block_n) * x.element_size()
         stages = config["stages"]
@@ -156,11 +154,7 @@ class _Plan:
         split_heads = triton.cdiv(count, nsplits)
         nsplits = triton.cdiv(count, split_heads)
 
-        precision = "ieee"
-        if INTERPRETED:
-            precision = "widen"
-        elif x.dtype == torch.float32 and (config["precision"] != "bf16x6" or min(chunk, block_p, block_n) >= 32):
-            precision = config["precision"]
+        precision = products(config.get("precision", "ieee"), x.dtype, chunk, block_p, block_n)
         limits = float(dt_limit[0]), float(dt_limit[1])
         block_h = min(16, max(4, triton.next_power_of_2(nheads)))
         self.chunks = Launch(forward._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
@@ -250,33 +244,30 @@ class _Plan:
         """Plan the Hopper kernels for ``held`` heads of each group, and describe their tensors to the copy engine."""
         hopper: Any = gluon(*HOPPER)
         from refold.ops.torch.tma_launch import MappedLaunch
-        from refold.ops.triton.gluon import tile_layout
 
         batch, seqlen, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]
         heads, keys = nheads * headdim, ngroups * dstate
         rows = batch * nchunks * ngroups * held * headdim
 
-        def view(width: int, strides: tuple[int, ...], block: int) -> dict[str, Any]:
-            return {"shape": [batch, seqlen, width], "strides": [*strides[:2], 1], "block_shape": [1, 64, block],
-                    "layout": tile_layout(16, 3)}  # fmt: skip
+        def tokens_view(width: int, strides: tuple[int, ...], block: int) -> TileView:
+            return TileView([batch, seqlen, width], [*strides[:2], 1], [1, 64, block])
 
-        def state_view(block_n: int) -> dict[str, Any]:
-            return {"shape": [rows, dstate], "strides": [dstate, 1], "block_shape": [headdim, block_n],
-                    "layout": tile_layout(16, 2)}  # fmt: skip
+        def state_view(block_n: int) -> TileView:
+            return TileView([rows, dstate], [dstate, 1], [headdim, block_n])
 
-        tokens = [view(heads, a.stride(), headdim) for a in (x, dy)]
-        dx = view(heads, (seqlen * heads, heads), headdim)
+        tokens = [tokens_view(heads, a.stride(), headdim) for a in (x, dy)]
+        dx = tokens_view(heads, (seqlen * heads, heads), headdim)
         consts = {"CHUNK": 64, "P": headdim, "N": dstate}
         # A walk over chunks is short of programs rather than of bytes: half of the states each.
         block_n = config["hopper_block_n"]
-        views = [*tokens, *[view(keys, a.stride(), block_n) for a in (B, C)], *[state_view(block_n)] * 2]
+        views = [*tokens, *[tokens_view(keys, a.stride(), block_n) for a in (B, C)], *[state_view(block_n)] * 2]
         states = MappedLaunch(
             hopper._ssd_bwd_states_hopper_kernel, (2 * dstate // block_n * ngroups * held, batch),
             {**consts, "BLOCK_N": block_n, "STAGES": config["hopper_state_stages"]},
             {"num_warps": 4, "maxnreg": config["hopper_state_registers"]}, views,
         )  # fmt: skip
-        views = [*tokens, *[state_view(dstate)] * 2, *[view(keys, a.stride(), dstate) for a in (B, C)], dx]
+        views = [*tokens, *[state_view(dstate)] * 2, *[tokens_view(keys, a.stride(), dstate) for a in (B, C)], dx]
         walk = MappedLaunch(
             hopper._ssd_bwd_walk_hopper_kernel, (batch * nchunks, ngroups * nsplits),
             {**consts, "STAGES": config["hopper_stages"], "D_CHANNELS": D_channels}, {"num_warps": 4}, views,

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from refold.ops.ssd._triton_kernels import chunk_span, load_decay
-from refold.ops.triton.math import LOG2E, clip, dot, exp2, softplus
+from refold.ops.triton.math import LOG2E, clip, dot, exp2, is_finite, softplus
 
 # Which heads a launch takes. Triton would compile a block of heads anew where 16 divides its numbers, for no gain.
 UNSPECIALIZED = ("first", "count", "split_heads")
@@ -158,14 +158,9 @@ def _pairs(
 
 
 @triton.jit
-def _finite(values):
-    return tl.abs(values.to(tl.float32)) < float("inf")
-
-
-@triton.jit
 def _any_bad(values):
     """Return 1 if anything is not finite, else 0."""
-    return tl.max(tl.max(tl.where(_finite(values), 0, 1), axis=1), axis=0)
+    return tl.max(tl.max(tl.where(is_finite(values), 0, 1), axis=1), axis=0)
 
 
 @triton.jit
@@ -295,7 +290,7 @@ def _keys(
                 dX *= to_end[:, None]
                 kept += tl.sum(dX * x_tile, axis=1)
                 if EXACT:
-                    finite = _finite(dy_tile)
+                    finite = is_finite(dy_tile)
                     dX = dot(mix, tl.where(finite, dy_tile, 0.0).to(dy_tile.dtype), dX, PRECISION)
                     latest = tl.max(tl.where(finite, -1, offs_t[:, None]), axis=0)
                     dX = tl.where(offs_j[:, None] <= latest[None, :], float("nan"), dX)
@@ -333,7 +328,7 @@ def _keys(
     C_tile = tl.load(C_rows + offs_n[None, :], mask=inside[:, None] & mask_n[None, :], other=0.0)
     flag_at = _flag_at(flags_ptr, pid_c, first_block_n)
     if EXACT:
-        finite = _finite(C_tile)
+        finite = is_finite(C_tile)
         dB = dot(dcb, tl.where(finite, C_tile, 0.0).to(C_tile.dtype), dB, PRECISION)
         latest = tl.max(tl.where(finite, -1, offs_t[:, None]), axis=0)
         dB = tl.where(offs_j[:, None] <= latest[None, :], float("nan"), dB)
@@ -492,7 +487,7 @@ def _queries(
     B_tile = tl.load(B_rows + offs_n[None, :], mask=inside[:, None] & mask_n[None, :], other=0.0)
     flag_at = _flag_at(flags_ptr, pid_c, first_block_n) + 1
     if EXACT:
-        finite = _finite(B_tile)
+        finite = is_finite(B_tile)
         dC = dot(dcb, tl.where(finite, B_tile, 0.0).to(B_tile.dtype), dC, PRECISION)
         earliest = tl.min(tl.where(finite, CHUNK, offs_t[:, None]), axis=0)
         dC = tl.where(offs_i[:, None] >= earliest[None, :], float("nan"), dC)

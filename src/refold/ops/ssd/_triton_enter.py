@@ -24,7 +24,7 @@ from refold.ops.spec import INTEGERS, Arg
 from refold.ops.ssd._triton_kernels import load_log2_decays
 from refold.ops.ssd.spec import SPEC
 from refold.ops.ssd.tables import ENTER
-from refold.ops.torch.launch import INTERPRETED, Launch, current_stream, last_contiguous, planned
+from refold.ops.torch.launch import Launch, block_of, current_stream, last_contiguous, planned, products, strides
 from refold.ops.torch.plans import contiguous, fresh
 from refold.ops.torch.tables import device_limits, lookup
 from refold.ops.triton.math import dot, exp2, silu
@@ -267,14 +267,8 @@ class _Walk:
         headdim = state.shape[-2]
         config = lookup(ENTER, C.device, C.dtype)
         block, block_n = config["block"], max(16, triton.next_power_of_2(dstate))
-        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
-        while block_p > 16 and block_p * block_n > config["tile"]:
-            block_p //= 2
-        precision = "ieee"
-        if INTERPRETED:
-            precision = "widen"
-        elif C.dtype == torch.float32 and (config["precision"] != "bf16x6" or min(block, block_p, block_n) >= 32):
-            precision = config["precision"]
+        block_p = block_of(headdim, block_n, config["block_p"], config["tile"])
+        precision = products(config.get("precision", "ieee"), C.dtype, block, block_p, block_n)
         self.rows, self.size = batch * nheads, headdim * dstate
         self.nblocks = triton.cdiv(seqlen, block)
         programs = self.rows * triton.cdiv(headdim, block_p)
@@ -291,10 +285,9 @@ class _Walk:
             {"BLOCK": block, "BLOCK_H": block_h, **softplus}, {"num_warps": 4},
         )  # fmt: skip
         self.new_sums = fresh((batch, nheads, self.nblocks), torch.float32, C.device)
-        z_strides = (0, 0, 0) if z is None else z.stride()[:3]
         self.ints = (
             seqlen, self.nblocks, nheads, ngroups, headdim, dstate, *limits, least / math.log(2.0),
-            *dt.stride(), *C.stride()[:3], *z_strides,
+            *dt.stride(), *C.stride()[:3], *strides(z, 3),
         )  # fmt: skip
         self.grid = self.walkers, programs // batch, batch
         self.consts = {"BLOCK": block, "BLOCK_P": block_p, "BLOCK_N": block_n, "WALKERS": self.walkers, **softplus}

@@ -19,14 +19,21 @@ from refold.ops.ssd.spec import SPEC, STEP
 from refold.ops.ssd.tables import FORWARD
 from refold.ops.ssd.tables import STEP as STEP_TABLE
 from refold.ops.torch.launch import (
-    INTERPRETED,
     Launch,
+    TileView,
+    block_of,
+    copyable,
     current_stream,
     gluon,
     last_contiguous,
+    on_hopper,
     planned,
+    products,
     refusal,
     same_dtype,
+    strides,
+    tile_view,
+    wide_rows,
 )
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.slots import Places
@@ -131,20 +138,14 @@ class _Tiles:
 
 def _hopper_fits(x, B, C, z, initial) -> bool:
     """Say whether the Hopper kernels take these tensors."""
-    if INTERPRETED or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
-        return False
-    return x.dtype in (torch.bfloat16, torch.float16) and _fits_copy_engine(x, B, C, z, initial)
+    return on_hopper(x.device) and x.element_size() == 2 and _fits_copy_engine(x, B, C, z, initial)
 
 
 def _fits_copy_engine(x, B, C, z, initial) -> bool:
     """Say whether the tiles of these tensors can be copied: at most 256 states, rows of one dtype on 16 bytes."""
-    if x.shape[1] == 0 or B.shape[-1] > 256 or (initial is not None and initial.data_ptr() % 16):
+    if B.shape[-1] > 256 or (initial is not None and initial.data_ptr() % 16):
         return False
-    return all(
-        t.dtype == x.dtype and t.data_ptr() % 16 == 0 and t.shape[3] % 8 == 0
-        and all(size == 1 or (step > 0 and step % 8 == 0) for size, step in zip(t.shape[:3], t.stride(), strict=False))
-        for t in (x, B, C, z) if t is not None
-    )  # fmt: skip
+    return all(t.dtype == x.dtype and copyable(t) for t in (x, B, C, z) if t is not None)
 
 
 class _Plan:
@@ -160,11 +161,9 @@ class _Plan:
         if block_n < 32:
             table = table | table.get("narrow", {})
         config = table | (config or {})
-        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
         # A tile of the state holds at most `tile` elements; wide states take fewer channels, then shorter chunks.
-        while block_p > 16 and block_p * block_n > config["tile"]:
-            block_p //= 2
+        block_p = block_of(headdim, block_n, config["block_p"], config["tile"])
         hopper = config["hopper"] and not varlen and chunk == 64
         self.hopper = bool(hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None)
         signed = self.hopper and not dt_softplus and dt_limit[0] < 0
@@ -172,7 +171,7 @@ class _Plan:
         if not self.hopper and chunk == 64 and x.element_size() == 2 and family(x.device) == "hopper":
             # Triton's asynchronous products want 64 tokens. Where rows are not known to lie on 16 bytes, Triton 3.6
             # then accesses memory that is not its own; there, and for more states, 32 tokens are faster, too.
-            if not all(t.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in t.stride()[:3]) for t in (x, B, C)):
+            if not wide_rows(x, B, C):
                 chunk, stages = 32, 1
             elif block_n > 128:
                 chunk = 32
@@ -223,12 +222,7 @@ class _Plan:
         self.new_workspace = fresh((max(total, 1),), torch.float32, x.device)
         self.new_table = fresh((nchunks * 4,), torch.int32, x.device) if varlen else None
 
-        precision = "ieee"
-        if INTERPRETED:
-            precision = "widen"
-        elif x.dtype == torch.float32 and (config["precision"] != "bf16x6" or min(chunk, block_p, block_n) >= 32):
-            # Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
-            precision = config["precision"]
+        precision = products(config.get("precision", "ieee"), x.dtype, chunk, block_p, block_n)
         shape = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCK_N": block_n}
         block_h = min(16, max(4, triton.next_power_of_2(nheads)))
         self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
@@ -262,9 +256,8 @@ class _Plan:
             kernels._ssd_fwd_state_kernel, (nheads * blocks_p, npieces, batch), {**shape, **loop},
             {"num_warps": config["state_warps"], "num_stages": stages},
         )  # fmt: skip
-        z_strides = z.stride()[:3] if z is not None else (0, 0, 0)
         self.scan_ints = (seqlen, nchunks, segment_chunks, pieces, npieces, *sizes_ints,
-                          *x_strides, *B_strides, *C_strides, *z_strides, *D_strides)  # fmt: skip
+                          *x_strides, *B_strides, *C_strides, *strides(z, 3), *D_strides)  # fmt: skip
         self.scan = Launch(
             kernels._ssd_fwd_scan_kernel, (nheads * blocks_p, nsegments, batch),
             {**shape, **loop, "PASSED": self.passed, "OWN_CB": own_cb},
@@ -282,26 +275,15 @@ class _Plan:
         nchunks, tiles = self.nchunks, self.tiles
         segment_chunks, piece_chunks, pieces, npieces = cut
 
-        def view(tensor: torch.Tensor, block: int) -> dict[str, Any]:
-            b, t, h, width = tensor.shape
-            # The copy engine wants the stride of an axis of one element, too, to be one that it could take.
-            strides = [tensor.stride(i) if tensor.shape[i] > 1 else 8 for i in (0, 2, 1)]
-            return {"shape": [b, h, t, width], "strides": [*strides, 1], "block_shape": [1, 1, 64, block],
-                    "layout": hopper.tile_layout(16, 4)}  # fmt: skip
-
-        x_view, y_view = view(x, tiles.channels), view(torch.empty(x.shape, device="meta"), tiles.channels)
-        z_view = {} if z is None else view(z, tiles.channels)
-        B_view, C_view = view(B, tiles.states), view(C, tiles.states)
-        cb_view = {} if tiles.own_cb else {
-            "shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
-            "layout": hopper.tile_layout(32, 2),
-        }  # fmt: skip
+        x_view, y_view = tile_view(x, tiles.channels), tile_view(torch.empty(x.shape, device="meta"), tiles.channels)
+        z_view = None if z is None else tile_view(z, tiles.channels)
+        B_view, C_view = tile_view(B, tiles.states), tile_view(C, tiles.states)
+        cb_view = None if tiles.own_cb else TileView([batch * nchunks * ngroups * 64, 64], [64, 1], [64, 64], 32)
         self.initial_described = initial is not None and tiles.halves == 1
-        initial_view = {} if not self.initial_described else {
-            "shape": [batch * nheads, headdim, dstate], "strides": [headdim * dstate, dstate, 1],
-            "block_shape": [1, tiles.channels, tiles.states],
-            "layout": hopper.tile_layout(8 * initial.element_size(), 3),
-        }  # fmt: skip
+        initial_view = None if not self.initial_described else TileView(
+            [batch * nheads, headdim, dstate], [headdim * dstate, dstate, 1], [1, tiles.channels, tiles.states],
+            8 * initial.element_size(),
+        )  # fmt: skip
         sizes = {"HEADDIM": headdim, "DSTATE": dstate, "HALVES": tiles.halves, "CHUNK": 64, "P": tiles.channels,
                  "N": tiles.states}  # fmt: skip
         ntiles = nheads * tiles.blocks

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from refold.ops.spec import Meta
 from refold.ops.torch import plans, private
 from refold.ops.torch.compiles import compile_together, compiling
 from refold.ops.torch.plans import Planned
+from refold.ops.torch.tables import family
 from refold.versions import UNTESTED, lose, untested
 
 PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
@@ -135,6 +136,37 @@ class Launch:
                      leave if getattr(leave, "calls", leave) else None, *args, *self.tail)  # fmt: skip
 
 
+class TileView(NamedTuple):
+    """What the copy engine reads or writes of a tensor: tiles, whose rows are swizzled over 128 bytes on chip."""
+
+    shape: list[int]
+    strides: list[int]
+    tile: list[int]
+    bits: int = 16
+
+
+def tile_view(tensor: torch.Tensor, width: int) -> TileView:
+    """Return the view of tiles of 64 tokens of one head or group of ``tensor (b, t, h, n)``."""
+    b, t, h, size = tensor.shape
+    # The copy engine wants the stride of an axis of one element, too, to be one that it could take.
+    steps = [tensor.stride(i) if tensor.shape[i] > 1 else 8 for i in (0, 2, 1)]
+    return TileView([b, h, t, size], [*steps, 1], [1, 1, 64, width])
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Whether kernels run on a GPU of NVIDIA's Hopper generation."""
+    return not INTERPRETED and family(device) == "hopper"
+
+
+def copyable(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine can copy tiles of ``tensor (b, t, h, n)``: its rows lie on 16 bytes, for 16 bits."""
+    steps = zip(tensor.shape[:3], tensor.stride(), strict=False)
+    return (
+        0 not in tensor.shape and tensor.data_ptr() % 16 == 0 and tensor.shape[3] % 8 == 0
+        and all(size == 1 or (step > 0 and step % 8 == 0) for size, step in steps)
+    )  # fmt: skip
+
+
 class LaunchPlanned(Planned):
     """An operator whose plan launches kernels, on the device of the arrays; a signature's are compiled together."""
 
@@ -181,6 +213,34 @@ def current_stream(device: torch.device) -> int:
 def last_contiguous(tensor: torch.Tensor | None) -> Any:
     """Return the tensor itself where its last axis is contiguous, else a copy."""
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def products(precision: str, dtype: torch.dtype, *tiles: int) -> str:
+    """Say how kernels form products (`refold.ops.triton.math.dot`) of tiles; of float32, in ``precision``.
+
+    Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
+    """
+    if INTERPRETED:
+        return "widen"
+    return "ieee" if dtype != torch.float32 or (precision == "bf16x6" and min(tiles) < 32) else precision
+
+
+def block_of(size: int, states: int, most: int, tile: int) -> int:
+    """Return how many of ``size`` channels a program takes, at most ``most``, whose states fit into ``tile``."""
+    block = min(max(16, triton.next_power_of_2(size)), most)
+    while block > 16 and block * states > tile:
+        block //= 2
+    return block
+
+
+def strides(tensor: torch.Tensor | None, axes: int) -> tuple[int, ...]:
+    """Return the strides of the first axes; zeros if there is no tensor."""
+    return (0,) * axes if tensor is None else tensor.stride()[:axes]
+
+
+def wide_rows(*tensors: torch.Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, and are multiples of 16 elements apart."""
+    return all(t.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in t.stride()[:-1]) for t in tensors)
 
 
 def refusal(meta: Meta) -> str | None:

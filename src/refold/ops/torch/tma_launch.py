@@ -9,15 +9,17 @@ driver reads. A call fills in addresses, points the maps of moved tensors to the
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 from threading import Lock, local
 from typing import Any
 
 import torch
+from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from refold.ops.torch.launch import Launch, lose_speed
+from refold.ops.torch.launch import Launch, TileView, lose_speed
 
 _NUMBERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 # Of the driver's interface (cuda.h): bytes of a tensor map, element types, swizzle and prefetch of 128 bytes.
@@ -31,7 +33,7 @@ _EARLY = 6
 class MappedLaunch(Launch):
     """A `Launch` whose first arguments are tensors, or None, that the kernel takes as descriptors.
 
-    ``views`` holds everything of a descriptor except its tensor. The kernel may start before the one before it on
+    ``views`` describe them. The kernel may start before the one before it on
     the stream ends, and has to wait (``griddepcontrol.wait``) before it reads what that one writes.
     """
 
@@ -39,10 +41,13 @@ class MappedLaunch(Launch):
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], consts: dict[str, Any], options: dict[str, Any],
-        views: list[dict[str, Any]],
+        views: Sequence[TileView | None],
     ) -> None:  # fmt: skip
         super().__init__(kernel, grid, consts, options)
-        self.views = views
+        self.views: list[Any] = [
+            v and {"shape": v.shape, "strides": v.strides, "block_shape": v.tile,
+                   "layout": NVMMASharedLayout(128, v.bits, len(v.tile))} for v in views
+        ]  # fmt: skip
         self.parameters: _Parameters | None = None
         self.lock = Lock()
 

@@ -14,11 +14,6 @@ store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
-def tile_layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
-    """Return how tiles of ``bits``-wide elements lie in shared memory: rows swizzled over 128 bytes."""
-    return gl.NVMMASharedLayout(128, bits, rank)
-
-
 @gluon.jit
 def exp2(v):
     """2**v, with denormal results flushed to 0."""

@@ -51,6 +51,12 @@ def clip(v, low, high):
 
 
 @triton.jit
+def is_finite(v):
+    """Whether values are neither NaN nor infinite."""
+    return tl.abs(v.to(tl.float32)) < float("inf")
+
+
+@triton.jit
 def _bf16_parts(v):
     high = v.to(tl.bfloat16)
     rest = v - high.to(tl.float32)
