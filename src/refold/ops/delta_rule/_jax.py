@@ -5,7 +5,6 @@ divided. What tokens of a chunk share is computed for all chunks of a segment at
 chunk to chunk. JAX derives the backward of that; a segment is computed again there, so memory holds one segment.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,18 +12,18 @@ import jax
 import jax.numpy as jnp
 
 from refold.ops.delta_rule.nonfinite import Bad, spoiled_gradients, spoiled_results
-from refold.ops.jax.careful import pushed
+from refold.ops.jax.careful import careful
 from refold.ops.jax.layout import (
     Array,
     accumulator,
     is_known,
-    line,
     over_time,
     pack_chunks,
     pad_time,
     product,
     vary_like,
 )
+from refold.ops.lines import Line
 
 CHUNK_SIZE = 64
 SEGMENT_CHUNKS = 32
@@ -114,42 +113,17 @@ def log_decay(g: Array, A_log: Array | None, dt_bias: Array | None, lower_bound:
     return g if rate is None else -rate * jax.nn.softplus(g)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _careful(static: Any, operands: tuple[Array, ...], cu_seqlens: Array | None) -> tuple[Array, Array]:
-    """Compute `_core` of any operands: with zeros for what is not finite, then NaN where the definition has it."""
-    bad = _bad(static, operands)
-    y, final = _core(static, cu_seqlens, *_without(bad, operands))
-    spoiled_y, spoiled_final = spoiled_results(line(y.shape[1], cu_seqlens), bad)
-    return jnp.where(spoiled_y, jnp.nan, y), jnp.where(spoiled_final, jnp.nan, final)
-
-
-@_careful.defjvp
-def _careful_jvp(static: Any, primals: Any, tangents: Any) -> Any:
-    """Differentiate with the same care in reverse."""
-    operands, cu_seqlens = primals
-    bad = _bad(static, operands)
-    clean = _without(bad, operands)
-    results, jacobian = jax.linearize(partial(_core, static, cu_seqlens), *clean)
-    marks = spoiled_results(line(operands[0].shape[1], cu_seqlens), bad)
-    results = jnp.where(marks[0], jnp.nan, results[0]), jnp.where(marks[1], jnp.nan, results[1])
-
-    def transposed(cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
-        bad_dy, bad_dfinal = (~jnp.isfinite(a) for a in cotangents)
-        tokens = line(operands[0].shape[1], cu_seqlens)  # its own: in `shard_map`, what is solved varies over devices
-        spoiled = spoiled_gradients(tokens, replace(bad, dy=bad_dy, dfinal=bad_dfinal))
-        if bad.erase and bad.r is None:
-            spoiled["k"] |= spoiled["r"]
-        for name in ("q", "k"):  # a sum over the heads of a group
-            b, t, _, n = spoiled[name].shape
-            spoiled[name] = spoiled[name].reshape(b, t, operands[0].shape[2], -1, n).any(3)
-        if operands[4].shape[-1] == 1:
-            spoiled["g"] = spoiled["g"].any(-1, keepdims=True)
-        clean_cotangents = tuple(jnp.where(jnp.isfinite(a), a, 0) for a in cotangents)
-        found = jax.linear_transpose(jacobian, *clean)(clean_cotangents)
-        names = ("q", "k", "v", "beta", "g", "initial_state", "r")
-        return tuple(jnp.where(spoiled[n], jnp.nan, a) for n, a in zip(names, found, strict=False))
-
-    return results, pushed(tangents[0], results, jacobian, transposed)
+def _spoiled(tokens: Line, bad: Bad, operands: tuple[Array, ...]) -> tuple[Array, ...]:
+    spoiled = spoiled_gradients(tokens, bad)
+    if bad.erase and bad.r is None:
+        spoiled["k"] |= spoiled["r"]
+    for name in ("q", "k"):  # a sum over the heads of a group
+        b, t, _, n = spoiled[name].shape
+        spoiled[name] = spoiled[name].reshape(b, t, operands[0].shape[2], -1, n).any(3)
+    if operands[4].shape[-1] == 1:
+        spoiled["g"] = spoiled["g"].any(-1, keepdims=True)
+    names = ("q", "k", "v", "beta", "g", "initial_state", "r")
+    return tuple(spoiled[name] for name in names[: len(operands)])
 
 
 def _bad(static: Any, operands: tuple[Array, ...]) -> Bad:
@@ -208,6 +182,9 @@ def _core(static: Any, cu_seqlens: Array | None, *operands: Array) -> tuple[Arra
     y = y[:, :seqlen] if pack is None else y[:, pack.target]
     final = carry[0] if pack is None else carry[1]
     return y, final.reshape(-1, nheads, *final.shape[3:])
+
+
+_careful = careful(_core, _bad, _without, spoiled_results, _spoiled)
 
 
 def _segment(erase: bool, initial: Array, carry: Any, inputs: Any) -> tuple[Any, Array]:

@@ -70,6 +70,13 @@ def over_time(
     return jnp.moveaxis(y, 0, 1), state
 
 
+def finish(y: Array, x: Array, D: Array | None, z: Array | None) -> Array:
+    """Add the skip ``D x`` and multiply by ``silu(z)``, in y's dtype."""
+    if D is not None:
+        y = y + D.astype(y.dtype) * x.astype(y.dtype)
+    return y if z is None else y * jax.nn.silu(z.astype(y.dtype))
+
+
 def step_sizes(dt: Array, dt_bias: Array | None, softplus: bool, limit: tuple[float, float], dtype: Any) -> Array:
     """Return ``clip(softplus(dt + dt_bias), *limit)`` in ``dtype``; each part only where asked for."""
     dt = dt.astype(dtype)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from refold.ops.jax.layout import (
     Array,
     accumulator,
+    finish,
     finite_rates,
     is_known,
     over_time,
@@ -139,16 +140,7 @@ def selective_scan(
     y = y[:, :seqlen] if cu_seqlens is None else y[:, pack.target]
     final = end[-1] if cu_seqlens is None else finals
     final = final.reshape(-1, dim, dstate).astype(state_dtype or acc)
-    return _finish(y, x, D, z).astype(x.dtype), final
-
-
-def _finish(y: Array, x: Array, D: Array | None, z: Array | None) -> Array:
-    """Add the skip ``D x`` and multiply by ``silu(z)``, in y's dtype."""
-    if D is not None:
-        y = y + D.astype(y.dtype) * x.astype(y.dtype)
-    if z is not None:
-        y = y * jax.nn.silu(z.astype(y.dtype))
-    return y
+    return finish(y, x, D, z).astype(x.dtype), final
 
 
 def _blocked_scan(step: Any, carry: Array, inputs: Any) -> tuple[Array, Any]:
@@ -192,4 +184,4 @@ def selective_scan_step(
         factor = decay.astype(acc)[..., None] * factor
     new = factor * state.astype(acc) + (d * x.astype(acc))[..., None] * B
     y = read_state(new.reshape(*C.shape[:-1], -1, C.shape[-1]), C).reshape(x.shape)
-    return _finish(y, x, D, z).astype(x.dtype), new.astype(state.dtype)
+    return finish(y, x, D, z).astype(x.dtype), new.astype(state.dtype)

@@ -7,20 +7,19 @@ does not grow with the square of the length. Decays stay in log space and float3
 """
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from refold.ops.jax.careful import pushed
+from refold.ops.jax.careful import careful
 from refold.ops.jax.layout import (
     Array,
     accumulator,
+    finish,
     finite_rates,
     is_known,
-    line,
     over_time,
     pack_chunks,
     pad_time,
@@ -29,6 +28,7 @@ from refold.ops.jax.layout import (
     step_sizes,
     vary_like,
 )
+from refold.ops.lines import Line
 from refold.ops.ssd.nonfinite import Bad, spoiled_gradients, spoiled_results
 
 BLOCK = 16
@@ -39,11 +39,6 @@ SEGMENT_CHUNKS = 64
 
 SYMBOLIC_SEGMENT_CHUNKS = 4
 """The same where the length is a symbol: a sequence is then padded to whole segments, however short it is."""
-
-
-def default_chunk_size() -> int:
-    """Return 64 on CPU (cheapest there), 128 elsewhere (it balances decay matrices against chunk states)."""
-    return 64 if jax.default_backend() == "cpu" else 128
 
 
 @partial(jax.jit, static_argnames=("dt_softplus", "dt_limit", "chunk_size", "state_dtype"))
@@ -57,7 +52,8 @@ def ssd(
     batch, seqlen, nheads, headdim = x.shape
     dstate = B.shape[3]
     acc = accumulator(x.dtype)
-    chunk = chunk_size or default_chunk_size()
+    # 64 is cheapest on a CPU; elsewhere, 128 balances decay matrices against chunk states.
+    chunk = chunk_size or (64 if jax.default_backend() == "cpu" else 128)
     chunk = min(chunk, seqlen) if is_known(seqlen) else chunk
 
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
@@ -70,7 +66,7 @@ def ssd(
     inputs.append(none if initial_state is None else initial_state.astype(acc))
     inputs = [vary_like(a, *(other for other in inputs if other is not a)) for a in inputs]
     y, final = _careful(chunk, tuple(inputs), cu_seqlens)
-    return _finish(y, x, D, z).astype(x.dtype), final.astype(state_dtype or acc)
+    return finish(y, x, _by_channel(D), z).astype(x.dtype), final.astype(state_dtype or acc)
 
 
 def _core(chunk: int, cu_seqlens: Array | None, *operands: Array) -> tuple[Array, Array]:
@@ -123,40 +119,15 @@ def _core(chunk: int, cu_seqlens: Array | None, *operands: Array) -> tuple[Array
     return y, carry[0] if pack is None else carry[1]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _careful(chunk: int, operands: tuple[Array, ...], cu_seqlens: Array | None) -> tuple[Array, Array]:
-    """Compute `_core` of any operands: with zeros for what is not finite, then NaN where the definition has it."""
-    bad = _bad(operands)
-    y, final = _core(chunk, cu_seqlens, *_without(bad, operands))
-    spoiled_y, spoiled_final = spoiled_results(line(operands[0].shape[1], cu_seqlens), bad)
-    return jnp.where(spoiled_y, jnp.nan, y), jnp.where(spoiled_final, jnp.nan, final)
+def _spoiled(tokens: Line, bad: Bad, operands: tuple[Array, ...]) -> tuple[Array, ...]:
+    spoiled = spoiled_gradients(tokens, bad)
+    # X is x times a step: a bad step spoils the gradient of x, and a bad x that of the step.
+    of_x = spoiled["X"] | ~jnp.isfinite(operands[1])[..., None]
+    of_step = (spoiled["X"] | _bad_x(bad, operands)).any(-1)
+    return of_x, of_step, *(spoiled[name] for name in ("log_decay", "B", "C", "initial_state"))
 
 
-@_careful.defjvp
-def _careful_jvp(chunk: int, primals: Any, tangents: Any) -> Any:
-    """Differentiate with the same care in reverse."""
-    operands, cu_seqlens = primals
-    bad = _bad(operands)
-    clean = _without(bad, operands)
-    results, jacobian = jax.linearize(partial(_core, chunk, cu_seqlens), *clean)
-    spoiled_y, spoiled_final = spoiled_results(line(operands[0].shape[1], cu_seqlens), bad)
-    results = jnp.where(spoiled_y, jnp.nan, results[0]), jnp.where(spoiled_final, jnp.nan, results[1])
-
-    def transposed(cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
-        bad_dy, bad_dfinal = (~jnp.isfinite(a) for a in cotangents)
-        spoiled = spoiled_gradients(line(operands[0].shape[1], cu_seqlens), replace(bad, dy=bad_dy, dfinal=bad_dfinal))
-        dy, dfinal = (jnp.where(jnp.isfinite(a), a, 0) for a in cotangents)
-        found = jax.linear_transpose(jacobian, *clean)((dy, dfinal))
-        # X is x times a step: a bad step spoils the gradient of x, and a bad x that of the step.
-        of_x = spoiled["X"] | ~jnp.isfinite(operands[1])[..., None]
-        of_step = (spoiled["X"] | _bad_x(bad, operands)).any(-1)
-        marks = of_x, of_step, *(spoiled[name] for name in ("log_decay", "B", "C", "initial_state"))
-        return tuple(jnp.where(mark, jnp.nan, a) for mark, a in zip(marks, found, strict=True))
-
-    return results, pushed(tangents[0], results, jacobian, transposed)
-
-
-def _bad(operands: tuple[Array, ...]) -> Bad:
+def _bad(_: int, operands: tuple[Array, ...]) -> Bad:
     x, dt, log_decay, B, C, state = operands
     X, B, C, state = (~jnp.isfinite(a) for a in (x * dt[..., None], B, C, state))
     return Bad(X, jnp.isnan(log_decay) | (log_decay == jnp.inf), B, C, state)
@@ -174,18 +145,16 @@ def _bad_x(bad: Bad, operands: tuple[Array, ...]) -> Array:
     return ~jnp.isfinite(x) | (bad.X & jnp.isfinite(dt)[..., None])
 
 
+_careful = careful(_core, _bad, _without, spoiled_results, _spoiled)
+
+
 def _like(mask: Array, a: Array) -> Array:
     """Shape a mask over time so that it broadcasts against ``a`` (b, t, ...)."""
     return mask.reshape(1, -1, *[1] * (a.ndim - 2))
 
 
-def _finish(y: Array, x: Array, D: Array | None, z: Array | None) -> Array:
-    """Add the skip ``D x`` and multiply by ``silu(z)``, in y's dtype."""
-    if D is not None:
-        y = y + (D if D.ndim == 2 else D[:, None]).astype(y.dtype) * x.astype(y.dtype)
-    if z is not None:
-        y = y * jax.nn.silu(z.astype(y.dtype))
-    return y
+def _by_channel(D: Array | None) -> Array | None:
+    return D if D is None or D.ndim == 2 else D[:, None]
 
 
 def _segment(initial: Array | None, carry: Any, inputs: Any) -> tuple[Any, Array]:
@@ -335,4 +304,4 @@ def ssd_step(
     B, C = (jnp.repeat(a.astype(acc), x.shape[1] // a.shape[1], axis=1) for a in (B, C))  # (b, h, n)
     new = decay[..., None, None] * state.astype(acc) + dx[..., None] * B[:, :, None]
     y = read_state(new, C)
-    return _finish(y, x, D, z).astype(x.dtype), new.astype(state.dtype)
+    return finish(y, x, _by_channel(D), z).astype(x.dtype), new.astype(state.dtype)
