@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from types import ModuleType
 from typing import Any, cast
 
@@ -282,7 +282,7 @@ class _Call:
         self.reach[piece] = near = self.look(part)
         if part.closes and (self.window is not None or near == part.count) and part.enters is not False:
             return None
-        short = part if self.window is None else part.some(*_tail(part, self.window))
+        short = part if self.window is None else part.some(max(part.count - max(self.window, 1), 0), part.count)
         y, states = self.run(self.given(short, self.initial(short, None)))
         if self.window is None:
             self.done[piece] = y, states
@@ -496,92 +496,85 @@ class _Call:
         return moved
 
 
-def _forward(spec: OpSpec) -> Callable[..., Any]:
-    def forward(*inputs: Any) -> Any:
-        with torch.no_grad():
-            call, x = _Call(spec, inputs), inputs[0]
-            (y_shape, y_dtype), (shape, dtype) = call.found.results
-            rows = {part.piece: row for part in call.mine if (row := call.left(part)) is not None}
-            told = call.told(rows, call.measure)
-            parts, finals = list[Tensor](), list[Tensor]()
-            kept, state = call.new((len(call.slots), *call.found.shape)), None  # what nothing enters is not read
-            for part in call.parts if call.mine else ():
-                if part.piece in call.slots:
-                    y, states = call.entered(part, state, kept[call.slots.index(part.piece)])
-                    parts.append(y)
-                    finals.append(_pick(part.own, states.to(dtype)))
-                if part is call.mine[-1]:
-                    break
-                state = call.passed(part, told[part.piece], state)
-            final = sum(finals[1:], finals[0]) if finals else x.new_zeros(shape, dtype=dtype)
-            moves = [call.maps[p] if p in call.maps else call.new(call.found.map_shape) for p in call.slots]
-            parts = parts or [x.new_empty((y_shape[0], 0, *y_shape[2:]), dtype=y_dtype)]
-            y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-            reach = [call.reach.get(piece, 0) for piece in call.slots]
-            return y, final, kept, _stacked(moves), torch.tensor([*call.lengths, *reach])
-
-    return forward
+def _forward(spec: OpSpec, *inputs: Any) -> Any:
+    with torch.no_grad():
+        call, x = _Call(spec, inputs), inputs[0]
+        (y_shape, y_dtype), (shape, dtype) = call.found.results
+        rows = {part.piece: row for part in call.mine if (row := call.left(part)) is not None}
+        told = call.told(rows, call.measure)
+        parts, finals = list[Tensor](), list[Tensor]()
+        kept, state = call.new((len(call.slots), *call.found.shape)), None  # what nothing enters is not read
+        for part in call.parts if call.mine else ():
+            if part.piece in call.slots:
+                y, states = call.entered(part, state, kept[call.slots.index(part.piece)])
+                parts.append(y)
+                finals.append(_pick(part.own, states.to(dtype)))
+            if part is call.mine[-1]:
+                break
+            state = call.passed(part, told[part.piece], state)
+        final = sum(finals[1:], finals[0]) if finals else x.new_zeros(shape, dtype=dtype)
+        moves = [call.maps[p] if p in call.maps else call.new(call.found.map_shape) for p in call.slots]
+        parts = parts or [x.new_empty((y_shape[0], 0, *y_shape[2:]), dtype=y_dtype)]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        reach = [call.reach.get(piece, 0) for piece in call.slots]
+        stacked = moves[0][None] if len(moves) == 1 else torch.stack(moves)
+        return y, final, kept, stacked, torch.tensor([*call.lengths, *reach])
 
 
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
+def _backward(
+    spec: OpSpec, dy: Any, dfinal: Any, kept: Tensor, moves: Tensor, lengths: Tensor, *inputs: Any
+) -> list[Tensor]:
+    with torch.no_grad():
+        call, needs = _Call(spec, inputs[:-1], lengths.tolist()), inputs[-1]
+        entering = dict(zip(call.slots, kept, strict=True))
+        move = dict(zip(call.slots, moves, strict=True))
+        whole = None if dfinal is None else dfinal.to(call.dtype)
+        own = {part.piece: None if whole is None else _pick(part.own, whole) for part in call.mine}
 
+        def differentiated(part: _Part, piece: Piece, dstate: Any, wanted: Sequence[bool]) -> list[Tensor]:
+            arrays = call.given(part, call.initial(part, entering[piece]))
+            given = [call.of(part, dy), dstate]
+            return gradients_alone(spec.name, given, arrays, call.found.wide, wanted, call.backend)
 
-def _backward(spec: OpSpec) -> Callable[..., Any]:
-    def backward(dy: Any, dfinal: Any, kept: Tensor, moves: Tensor, lengths: Tensor, *inputs: Any) -> list[Tensor]:
-        with torch.no_grad():
-            call, needs = _Call(spec, inputs[:-1], lengths.tolist()), inputs[-1]
-            entering = dict(zip(call.slots, kept, strict=True))
-            move = dict(zip(call.slots, moves, strict=True))
-            whole = None if dfinal is None else dfinal.to(call.dtype)
-            own = {part.piece: None if whole is None else _pick(part.own, whole) for part in call.mine}
+        def of_entering(part: _Part) -> Tensor:
+            """Return the gradient of the state that enters, without what later parts ask for, and the map."""
+            piece = part.piece
+            if call.hooks is None:
+                near = part.some(0, call.reach[piece])
+                ends = None if whole is None else _pick(near.own, whole)
+                (dinitial,) = differentiated(near, piece, ends, [arg.name == INITIAL for arg in spec.args])
+                return call.row(part.row(dinitial, part.first), move[piece])
+            row, ends = call.row(), None
+            if (dstate := own[piece]) is not None and part.own is not False:
+                ends = part.row(dstate, part.first)
+            given = {"state": entering[piece], "move": move[piece], "dy": call.of(part, dy)}
+            call.hook("enter_backward", part, **given, dfinal=ends, out=row)
+            return row
 
-            def differentiated(part: _Part, piece: Piece, dstate: Any, wanted: Sequence[bool]) -> list[Tensor]:
-                arrays = call.given(part, call.initial(part, entering[piece]))
-                given = [call.of(part, dy), dstate]
-                return gradients_alone(spec.name, given, arrays, call.found.wide, wanted, call.backend)
-
-            def of_entering(part: _Part) -> Tensor:
-                """Return the gradient of the state that enters, without what later parts ask for, and the map."""
-                piece = part.piece
-                if call.hooks is None:
-                    near = part.some(0, call.reach[piece])
-                    ends = None if whole is None else _pick(near.own, whole)
-                    (dinitial,) = differentiated(near, piece, ends, [arg.name == INITIAL for arg in spec.args])
-                    return call.row(part.row(dinitial, part.first), move[piece])
-                row, ends = call.row(), None
-                if (dstate := own[piece]) is not None and part.own is not False:
-                    ends = part.row(dstate, part.first)
-                given = {"state": entering[piece], "move": move[piece], "dy": call.of(part, dy)}
-                call.hook("enter_backward", part, **given, dfinal=ends, out=row)
-                return row
-
-            told = call.told({part.piece: of_entering(part) for part in call.mine if part.enters is not False})
-            leaving, gradient = dict[Piece, Tensor | None](), None
-            for part in reversed(call.parts):
-                leaving[part.piece] = gradient  # of the state that is open at its end, for later runs
-                if not call.mine or part is call.mine[0]:
-                    break
-                gradient = _pick(part.enters, call.passed(part, told[part.piece], gradient, back=True))
-            wanted = [(arg, a) for arg, a, need in zip(spec.args, call.arrays.values(), needs, strict=True) if need]
-            sums: list[list[Tensor]] = [[] for _ in wanted]
-            for part in call.mine:
-                # What enters is no argument of this rank.
-                foreign = [part.enters is True and arg.name == INITIAL for arg in spec.args]
-                dstate = call.gradient(part, own[part.piece], leaving[part.piece])
-                some = [need and not other for need, other in zip(needs, foreign, strict=True)]
-                found = iter(differentiated(part, part.piece, dstate, some))
-                for terms, (arg, a) in zip(sums, wanted, strict=True):
-                    if arg.name == INITIAL and part.enters is True:
-                        terms.append(torch.zeros_like(a, memory_format=torch.contiguous_format))
-                        continue
-                    term = next(found)
-                    if arg.name == INITIAL:
-                        term = part.put(term, part.first, torch.zeros_like(term), part.enters)
-                    terms.append(term)
-            return [_joined(terms, arg, a) for terms, (arg, a) in zip(sums, wanted, strict=True)]
-
-    return backward
+        told = call.told({part.piece: of_entering(part) for part in call.mine if part.enters is not False})
+        leaving, gradient = dict[Piece, Tensor | None](), None
+        for part in reversed(call.parts):
+            leaving[part.piece] = gradient  # of the state that is open at its end, for later runs
+            if not call.mine or part is call.mine[0]:
+                break
+            gradient = _pick(part.enters, call.passed(part, told[part.piece], gradient, back=True))
+        wanted = [(arg, a) for arg, a, need in zip(spec.args, call.arrays.values(), needs, strict=True) if need]
+        sums: list[list[Tensor]] = [[] for _ in wanted]
+        for part in call.mine:
+            # What enters is no argument of this rank.
+            foreign = [part.enters is True and arg.name == INITIAL for arg in spec.args]
+            dstate = call.gradient(part, own[part.piece], leaving[part.piece])
+            some = [need and not other for need, other in zip(needs, foreign, strict=True)]
+            found = iter(differentiated(part, part.piece, dstate, some))
+            for terms, (arg, a) in zip(sums, wanted, strict=True):
+                if arg.name == INITIAL and part.enters is True:
+                    terms.append(torch.zeros_like(a, memory_format=torch.contiguous_format))
+                    continue
+                term = next(found)
+                if arg.name == INITIAL:
+                    term = part.put(term, part.first, torch.zeros_like(term), part.enters)
+                terms.append(term)
+        return [_joined(terms, arg, a) for terms, (arg, a) in zip(sums, wanted, strict=True)]
 
 
 def _joined(terms: list[Tensor], arg: Arg, like: Tensor) -> Tensor:
@@ -611,10 +604,6 @@ def _fact(arg: Arg, array: Tensor | None, writes: int) -> Any:
     if arg.name == CU_SEQLENS:  # its values are read only where that does not wait for a device
         return (array // writes).tolist() if array.device.type == "cpu" else tuple(array.shape)
     return (array.dtype, *(size for axis, size in enumerate(array.shape) if axis != 1 or not arg.timed))
-
-
-def _tail(part: _Part, window: int) -> tuple[int, int]:
-    return max(part.count - max(window, 1), 0), part.count
 
 
 def _rounded(tokens: int, count: int, least: int) -> int:
@@ -672,33 +661,26 @@ def _map_shape(spec: OpSpec, meta: Meta, carry: Carry) -> tuple[int, ...]:
     return shape_of(spec.outputs[1].axes, {**meta.sizes, "k": meta.sizes["b"], **carry.sizes})
 
 
-def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
+def _forward_fake(spec: OpSpec, *inputs: Any) -> Any:
     count = len(spec.args)
-
-    def fake(*inputs: Any) -> Any:
-        x, options = inputs[0], spec.unwritten_options(inputs[count:-5])
-        named = dict(zip([o.name for o in spec.options], options, strict=True))
-        meta, carry, _ = _described(spec, _named(spec, inputs[:count]), named, inputs[-5])
-        cut, dtype = cut_of_node(*inputs[-4:-1]), _state_dtype(spec, meta)
-        (shape, y_dtype), (states, state_dtype) = spec.output_metas(meta)
-        rows = shape_of(spec.outputs[1].axes, {**meta.sizes, "k": meta.sizes["b"]})
-        return (
-            x.new_empty((shape[0], x.shape[1], *shape[2:]), dtype=getattr(torch, y_dtype)),
-            x.new_empty(states, dtype=getattr(torch, state_dtype)),
-            x.new_empty((cut.runs, *rows), dtype=dtype),
-            x.new_empty((cut.runs, *_map_shape(spec, meta, carry)), dtype=dtype),
-            x.new_empty((cut.size + cut.runs,), dtype=torch.int64, device="cpu"),
-        )
-
-    return fake
+    x, options = inputs[0], spec.unwritten_options(inputs[count:-5])
+    named = dict(zip([o.name for o in spec.options], options, strict=True))
+    meta, carry, _ = _described(spec, _named(spec, inputs[:count]), named, inputs[-5])
+    cut, dtype = cut_of_node(*inputs[-4:-1]), _state_dtype(spec, meta)
+    (shape, y_dtype), (states, state_dtype) = spec.output_metas(meta)
+    rows = shape_of(spec.outputs[1].axes, {**meta.sizes, "k": meta.sizes["b"]})
+    return (
+        x.new_empty((shape[0], x.shape[1], *shape[2:]), dtype=getattr(torch, y_dtype)),
+        x.new_empty(states, dtype=getattr(torch, state_dtype)),
+        x.new_empty((cut.runs, *rows), dtype=dtype),
+        x.new_empty((cut.runs, *_map_shape(spec, meta, carry)), dtype=dtype),
+        x.new_empty((cut.size + cut.runs,), dtype=torch.int64, device="cpu"),
+    )
 
 
-def _backward_fake(spec: OpSpec) -> Callable[..., Any]:
-    def fake(*given: Any) -> list[Tensor]:
-        arrays, needs = given[5 : 5 + len(spec.args)], given[-1]
-        return [a.new_empty(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
-
-    return fake
+def _backward_fake(spec: OpSpec, *given: Any) -> list[Tensor]:
+    arrays, needs = given[5 : 5 + len(spec.args)], given[-1]
+    return [a.new_empty(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
 
 
 _DIRECT: dict[str, Any] = {}
@@ -738,13 +720,13 @@ def _register(spec: OpSpec) -> None:
     inputs = f"{arrays}{options}, str backend, str group, int[] lengths, str layout, int writes"
     name, kept = f"{spec.name}_ranks", "Tensor kept, Tensor moves, Tensor told"
     results = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
-    forward, backward = _forward(spec), _backward(spec)
-    OPS[name] = define(name, f"({inputs}) -> {results}", forward, _forward_fake(spec), padded=True)
+    forward, backward = partial(_forward, spec), partial(_backward, spec)
+    OPS[name] = define(name, f"({inputs}) -> {results}", forward, partial(_forward_fake, spec), padded=True)
     OPS[f"{name}_backward"] = define(
         f"{name}_backward",
         f"(Tensor? dy, Tensor? dfinal, {kept}, {inputs}, bool[] needs) -> Tensor[]",
         backward,
-        _backward_fake(spec),
+        partial(_backward_fake, spec),
         padded=True,
     )
     refuse_derivative(f"{name}_backward")

@@ -145,7 +145,7 @@ def gradients_alone(
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients that ``needs`` marks of the op ``name``, which runs inside of another: see `run_alone`."""
     spec = RUNNERS[name].spec
-    run = OPS[f"{name}_backward"] if private.watched() else _backward(spec, RUNNERS[name])
+    run = OPS[f"{name}_backward"] if private.watched() else partial(_backward, spec, RUNNERS[name])
     found: list[Tensor] = run(*gradients, *arrays, *spec.written_options(options), list(needs), backend)
     return found
 
@@ -457,18 +457,18 @@ def _register(spec: OpSpec) -> None:
     options = "".join(f", {o.schema} {o.name}" for o in spec.options)
     results = "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"
     schema = f"({arrays}{options}, str backend) -> {results}"
-    OPS[spec.name] = define(spec.name, schema, runner.node, _forward_fake(spec), padded=True)
+    OPS[spec.name] = define(spec.name, schema, runner.node, partial(_forward_fake, spec), padded=True)
     gradients = ", ".join(f"Tensor? d{o.name}" for o in spec.outputs)
     OPS[f"{spec.name}_backward"] = define(
         f"{spec.name}_backward",
         f"({gradients}, {arrays}{options}, bool[] needs, str backend) -> Tensor[]",
-        _backward(spec, runner),
-        _backward_fake(spec),
+        partial(_backward, spec, runner),
+        partial(_backward_fake, spec),
         padded=True,
     )
     refuse_derivative(f"{spec.name}_backward")
     differentiate(spec.name, _autograd_backward(spec, runner), _setup_context(spec))
-    register_flop_formula(getattr(torch.ops.refold, spec.name), get_raw=True)(_flops(spec))
+    register_flop_formula(getattr(torch.ops.refold, spec.name), get_raw=True)(partial(_flops, spec))
     if spec.updates:
         written = arrays.replace(f"Tensor {spec.updates}", f"Tensor(a!) {spec.updates}")
         twin = RUNNERS[f"{spec.name}_"] = _Runner(spec, in_place=True)
@@ -476,55 +476,39 @@ def _register(spec: OpSpec) -> None:
             f"{spec.name}_",
             f"({written}{options}, str backend) -> Tensor",
             twin.node,
-            lambda *args: _forward_fake(spec)(*args)[0],
+            lambda *args: _forward_fake(spec, *args)[0],
             padded=True,
         )
 
 
-def _flops(spec: OpSpec) -> Callable[..., int]:
-    """Return the formula of an operator for torch's flop counter: that of its sequential definition."""
-
-    def flops(*args: Any, out_val: Any = None) -> int:
-        arrays, options = args[: len(spec.args)], spec.unwritten_options(args[len(spec.args) : -1])
-        return spec.flops(spec.validate(meta_of(spec, "torch", arrays, options)).sizes)
-
-    return flops
+def _flops(spec: OpSpec, *args: Any, out_val: Any = None) -> int:
+    """Count the operations of a call for torch's flop counter: those of its sequential definition."""
+    arrays, options = args[: len(spec.args)], spec.unwritten_options(args[len(spec.args) : -1])
+    return spec.flops(spec.validate(meta_of(spec, "torch", arrays, options)).sizes)
 
 
-def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
-    def fake(*args: Any) -> Any:
-        arrays, backend = args[: len(spec.args)], args[-1]
-        options = spec.unwritten_options(args[len(spec.args) : -1])
-        meta = spec.validate(meta_of(spec, "torch", arrays, options))
-        resolve(spec, meta, backend)
-        results = tuple(
-            arrays[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in spec.output_metas(meta)
-        )
-        return results if len(results) > 1 else results[0]
-
-    return fake
+def _forward_fake(spec: OpSpec, *args: Any) -> Any:
+    arrays, backend = args[: len(spec.args)], args[-1]
+    options = spec.unwritten_options(args[len(spec.args) : -1])
+    meta = spec.validate(meta_of(spec, "torch", arrays, options))
+    resolve(spec, meta, backend)
+    results = tuple(arrays[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in spec.output_metas(meta))
+    return results if len(results) > 1 else results[0]
 
 
-def _backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
+def _backward(spec: OpSpec, runner: _Runner, *args: Any) -> list[Tensor]:
     ngradients = len(spec.outputs)
-
-    def backward(*args: Any) -> list[Tensor]:
-        gradients, inputs, needs, backend = args[:ngradients], args[ngradients:-2], args[-2], args[-1]
-        arrays, options = inputs[: len(spec.args)], inputs[len(spec.args) :]
-        if _is_empty(arrays):
-            return [a.new_zeros(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
-        return runner.differentiated(gradients, arrays, spec.unwritten_options(options), needs, backend)
-
-    return backward
+    gradients, inputs, needs, backend = args[:ngradients], args[ngradients:-2], args[-2], args[-1]
+    arrays, options = inputs[: len(spec.args)], inputs[len(spec.args) :]
+    if _is_empty(arrays):
+        return [a.new_zeros(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
+    return runner.differentiated(gradients, arrays, spec.unwritten_options(options), needs, backend)
 
 
-def _backward_fake(spec: OpSpec) -> Callable[..., Any]:
-    def fake(*args: Any) -> list[Tensor]:
-        inputs, needs = args[len(spec.outputs) : -2], args[-2]
-        arrays = inputs[: len(spec.args)]
-        return [a.new_empty(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
-
-    return fake
+def _backward_fake(spec: OpSpec, *args: Any) -> list[Tensor]:
+    inputs, needs = args[len(spec.outputs) : -2], args[-2]
+    arrays = inputs[: len(spec.args)]
+    return [a.new_empty(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
 
 
 def _setup_context(spec: OpSpec) -> Callable[..., None]:
@@ -566,7 +550,7 @@ def _reads(spec: OpSpec, output: Output) -> set[str]:
 
 def _autograd_backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
     narrays, noptions, name = len(spec.args), len(spec.options), f"{spec.name}_backward"
-    plain = apart_from_autocast(_backward(spec, runner))
+    plain = apart_from_autocast(partial(_backward, spec, runner))
 
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if all(g is None for g in gradients):
