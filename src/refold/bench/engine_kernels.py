@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from ..ops.timed import set_aside
 
 Kernels = dict[str, Callable[..., Any]]
 KERNELS = {
@@ -130,18 +131,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 @contextlib.contextmanager
 def _alone(engine: str, finder: _Finder) -> Iterator[None]:
     """Hide an installed engine while its kernels are imported from elsewhere."""
-
-    def take_out() -> dict[str, ModuleType]:
-        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == engine}
-
-    installed = take_out()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        take_out()
-        sys.modules.update(installed)
+    with set_aside(engine):
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
 
 
 def kernels(engine: str, folder: str) -> Kernels:

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import first_line
 from ..models.configs import Mamba2Config, MambaConfig
+from ..ops.timed import set_aside
 
 Call = Callable[[], None]
 
@@ -155,15 +156,9 @@ def transformers_reader(peer: Any, seqlen: int) -> Call:
 @contextlib.contextmanager
 def hidden(*packages: str) -> Iterator[None]:
     """Let imports of packages fail meanwhile."""
-    names = {name for name in sys.modules if name.partition(".")[0] in packages}
-    kept = {name: sys.modules.pop(name) for name in names}
-    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
-    try:
+    with set_aside(*packages):
+        sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
         yield
-    finally:
-        for package in packages:
-            del sys.modules[package]
-        sys.modules.update(kept)
 
 
 def with_state_dtype(call: Call, state: torch.Tensor) -> Call:

@@ -257,8 +257,8 @@ class OpSpec:
 
     def bytes_moved(self, meta: Meta) -> int:
         """Return the bytes that any implementation must at least read and write once."""
-        read = sum(_elements(a.shape) * _itemsize(a.dtype) for a in meta.arrays.values())
-        return read + sum(_elements(s) * _itemsize(d) for s, d in self.output_metas(meta))
+        read = sum(math.prod(a.shape) * _itemsize(a.dtype) for a in meta.arrays.values())
+        return read + sum(math.prod(s) * _itemsize(d) for s, d in self.output_metas(meta))
 
     def output_metas(self, meta: Meta) -> list[tuple[tuple[int, ...], str]]:
         """Return shape and dtype name of each result."""
@@ -501,13 +501,6 @@ def _state_dtype(meta: Meta) -> str:
     if asked is not None:
         return dtype_name(asked)
     return "float64" if meta.dtype == "float64" else "float32"
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _itemsize(dtype: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -73,6 +74,21 @@ def uniform(*shape: int) -> Any:
     return torch.rand(*shape, device=place)
 
 
+@contextmanager
+def set_aside(*packages: str) -> Iterator[None]:
+    """Take packages out of what is imported meanwhile, so that others can have their names."""
+
+    def take_out() -> dict[str, Any]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in packages}
+
+    installed = take_out()
+    try:
+        yield
+    finally:
+        take_out()
+        sys.modules.update(installed)
+
+
 def from_checkout(folder: str, module: str, name: str) -> Any:
     """Import a function from a checkout of a package, next to an installed package of the same name.
 
@@ -82,17 +98,10 @@ def from_checkout(folder: str, module: str, name: str) -> Any:
         ArgumentError: It cannot be imported.
     """
     package = module.partition(".")[0]
-
-    def take_out() -> dict[str, Any]:
-        return {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
-
-    installed = take_out()
-    sys.modules[package] = bare = ModuleType(package)
-    bare.__path__ = [str(Path(folder) / package)]
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ArgumentError(f"{folder} has no {module}.{name} that can be imported: {error}") from error
-    finally:
-        take_out()
-        sys.modules.update(installed)
+    with set_aside(package):
+        sys.modules[package] = bare = ModuleType(package)
+        bare.__path__ = [str(Path(folder) / package)]
+        try:
+            return getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ArgumentError(f"{folder} has no {module}.{name} that can be imported: {error}") from error

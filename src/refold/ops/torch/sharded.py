@@ -8,6 +8,7 @@ only the caller can place well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from refold.errors import ArgumentError
 from refold.ops.arrays import meta_of
-from refold.ops.spec import CU_SEQLENS, MAY_BE_EMPTY, Arg, OpSpec, shape_of
+from refold.ops.spec import CU_SEQLENS, MAY_BE_EMPTY, Arg, OpSpec, letters_of, shape_of
 
 _REMEDY = (
     "Redistribute it, as in x.redistribute(placements=[Replicate()]), or call the operator in "
@@ -50,7 +51,10 @@ def run(
         if a is not None and a.device_mesh != mesh:
             raise ArgumentError(f"{op}: {arg.name} is on another mesh than the other arguments. {_REMEDY}")
     meta = spec.validate(meta_of(spec, "torch", arrays, spec.plain_options(options)))
-    letters = [() if a is None else _letters(spec, arg, meta, a.ndim) for arg, a in zip(spec.args, arrays, strict=True)]
+    letters = [
+        () if a is None else _spelled(spec.axes_of(arg, meta) or "", meta)
+        for arg, a in zip(spec.args, arrays, strict=True)
+    ]
     axes = [_axis(spec, op, arrays, letters, dim) for dim in range(mesh.ndim)]
     local = [
         None if a is None else _local(op, arg, a, own, axes)
@@ -61,27 +65,17 @@ def run(
     found = []
     for output, result in zip(spec.outputs, many, strict=False):
         shape = torch.Size(shape_of(output.axes, meta.sizes))
-        own = _spelled(output.axes, meta, len(shape))
-        strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
+        own = _spelled(output.axes, meta)
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         placements = [_placement(own, axis) for axis in axes]
         found.append(DTensor.from_local(result, mesh, placements, run_check=False, shape=shape, stride=strides))
     return tuple(found) if isinstance(results, tuple) else found[0]
 
 
-def _letters(spec: OpSpec, arg: Arg, meta: Any, rank: int) -> tuple[str, ...]:
-    """Return the letter of each axis of an argument; axes of ``*`` are numbered, and sequences are rows."""
-    return _spelled(spec.axes_of(arg, meta) or "", meta, rank)
-
-
-def _spelled(axes: str, meta: Any, rank: int) -> tuple[str, ...]:
-    found: list[str] = []
-    letters = [letter for letter in axes.split() if letter == "*" or letter == "w-1" or letter in meta.sizes]
-    for letter in letters:
-        if letter == "*":
-            found += [f"*{i}" for i in range(rank - len(letters) + 1)]
-        else:
-            found.append("b" if letter == "k" and CU_SEQLENS not in meta.arrays else letter)
-    return tuple(found)
+def _spelled(axes: str, meta: Any) -> tuple[str, ...]:
+    """Return the letter of each axis of an array; without a pack, sequences are rows."""
+    row = "k" if CU_SEQLENS in meta.arrays else "b"
+    return tuple(row if letter == "k" else letter for letter in letters_of(axes, meta.sizes))
 
 
 def _axis(
@@ -142,10 +136,3 @@ def _local(op: str, arg: Arg, a: Any, own: tuple[str, ...], axes: Sequence[tuple
         Partial() if axis is not None and p.is_replicate() else p for p, axis in zip(wanted, axes, strict=True)
     ]
     return a.to_local(grad_placements=gradients)
-
-
-def _product(sizes: Sequence[int]) -> int:
-    found = 1
-    for size in sizes:
-        found *= size
-    return found
