@@ -112,7 +112,9 @@ def _parts(jax: Future[str]) -> dict[str, str]:
         "triton": _triton(),
         "numba": _numba(),
         "jax": jax.result(),
-        "transformers": _transformers(),
+        "transformers": "yes: refold.accelerate(model)"
+        if _installed("transformers")
+        else "no: transformers is not installed (pip install 'refold[hf]')",
     }
 
 
@@ -178,11 +180,3 @@ def _jax() -> str:
     if found["reason"]:
         return f"no: {found['reason']}"
     return "yes: " + ", ".join(f"{device['kind']} ({device['platform']}:{device['id']})" for device in found["devices"])
-
-
-def _transformers() -> str:
-    return (
-        "yes: refold.accelerate(model)"
-        if _installed("transformers")
-        else "no: transformers is not installed (pip install 'refold[hf]')"
-    )

@@ -63,11 +63,10 @@ def run(
         raise ArgumentError(f"--limit is {limit}. Give seconds, 0 or more")
     ends = time.monotonic() + limit
     chosen = [
-        (suite, suite.settings(texts), shlex.join(["refold", "bench", "run", suite.name, *_sets(texts)]))
-        for suite, texts in choose(
-            suites, dict(_pair(text) for text in [*(given or []), *(["device=cpu"] if cpu else [])])
-        )
-    ]
+        (suite, suite.settings(texts),
+         shlex.join(["refold", "bench", "run", suite.name, *(f"--set={name}={text}" for name, text in texts.items())]))
+        for suite, texts in choose(suites, dict(map(_pair, [*(given or []), *(["device=cpu"] if cpu else [])])))
+    ]  # fmt: skip
     for suite, options, _ in chosen:
         suite.check_device(options)
     if out is not None:
@@ -180,22 +179,14 @@ def _no_memory(error: Exception) -> str | None:
     text = str(error)
     said = "can't allocate memory" in text or "RESOURCE_EXHAUSTED" in text  # PyTorch on the CPU, and JAX
     if said or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return (
-            (text.splitlines() or ["out of memory"])[0]
-            .rpartition("DefaultCPUAllocator: ")[2]
-            .split(". ")[0]
-            .rstrip(".")
-        )
+        first = (text.splitlines() or ["out of memory"])[0].rpartition("DefaultCPUAllocator: ")[2]
+        return first.split(". ")[0].rstrip(".")
     return None
 
 
 def _folder(results: Path) -> None:
     if not results.is_dir():
         raise ArgumentError(f"{results} is not a folder. Run in the root of the repository, or give --results FOLDER")
-
-
-def _sets(texts: dict[str, str]) -> list[str]:
-    return [f"--set={name}={text}" for name, text in texts.items()]
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -156,6 +156,11 @@ def time_ms(run: Callable[[], Any], count: int = 25, warmup: int = 5, cold: bool
     return sorted(start.elapsed_time(end) for start, end in events)
 
 
+def percentiles(times: list[float]) -> dict[str, float]:
+    """Name the median, the 20th and the 80th percentile of sorted times."""
+    return {name: times[len(times) * part // 10] for name, part in (("median_ms", 5), ("p20_ms", 2), ("p80_ms", 8))}
+
+
 def copy_ms(moved: int) -> float:
     """Return the time of a device copy that reads and writes ``moved`` bytes in all."""
     source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
@@ -199,14 +204,12 @@ def measure(case: TimedCall, copy_rate: float) -> Row:
     row: Row = {"op": case.op, "case": case.name, "dtype": str(case.dtype)[6:], "error": error}
     if not error <= BOUND[case.dtype]:
         return row | {"refused": f"error above {BOUND[case.dtype]}"}
-    times = time_ms(case.run)
-    median = times[len(times) // 2]
+    times = percentiles(time_ms(case.run))
+    median = times["median_ms"]
     return row | {
         "bytes": moved,
         "flops": case.spec.flops(meta.sizes),
-        "median_ms": median,
-        "p20_ms": times[len(times) // 5],
-        "p80_ms": times[len(times) * 4 // 5],
+        **times,
         "hot_ms": statistics.median(time_ms(case.run, cold=False)),
         "share_of_copy": moved / median / copy_rate,
         "copy_ms": copy_ms(moved),
@@ -255,14 +258,12 @@ def measure_backward(case: TimedCall, copy_rate: float) -> Row:
     def both(run: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(y(run), leaves, dy)
 
-    times = backward_ms(y(case.run), leaves, dy)
+    times = time_ms(partial(torch.autograd.grad, y(case.run), leaves, dy, retain_graph=True), 15)
     moved = dy.nbytes + 2 * sum(leaf.nbytes for leaf in leaves)
     row |= {
         "bytes": moved,
-        "median_ms": times[len(times) // 2],
+        **percentiles(times),
         "share_of_copy": moved / times[len(times) // 2] / copy_rate,
-        "p20_ms": times[len(times) // 5],
-        "p80_ms": times[len(times) * 4 // 5],
         "both_ms": statistics.median(time_ms(both(case.run), 15)),
         "extra_gib": extra_gib(lambda: (y(case.run), dy), leaves),
     }
@@ -276,11 +277,6 @@ def measure_backward(case: TimedCall, copy_rate: float) -> Row:
         except Exception as error:  # whatever another package raises; the run goes on
             row[f"{name}_both_ms"] = f"not run: {first_line(error, 200)}"
     return row
-
-
-def backward_ms(y: torch.Tensor, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[float]:
-    """Return the sorted times of the gradients of one result."""
-    return time_ms(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True), 15)
 
 
 def extra_gib(run: Callable[[], tuple[torch.Tensor, torch.Tensor]], leaves: list[torch.Tensor]) -> float:

@@ -186,11 +186,6 @@ def draw_granite(plt: Any, rows: list[Row]) -> Any:
     return figure
 
 
-def fusion_rows(results: Path) -> list[Row]:
-    """Return the rows of the fused Mamba model with 8 layers, and with one layer next to torch.compile."""
-    return [row for row in stored(results, GPU, "fusion-example") if row["case"] == "fused_mamba"]
-
-
 def draw_fusion(plt: Any, rows: list[Row]) -> Any:
     """Draw time and memory of the model over the batch."""
     kinds = ((8, "float32"), (8, "bfloat16"), (1, "float32"))
@@ -302,11 +297,6 @@ def draw_decode(plt: Any, rows: list[Row]) -> Any:
     return figure
 
 
-def prefill_rows(results: Path) -> list[Row]:
-    """Return the rows of reading prompts, of models with more than one length."""
-    return sorted(_drawn(results, "prefill"), key=standing)
-
-
 def draw_prefill(plt: Any, rows: list[Row]) -> Any:
     """Draw tokens per second and memory over the length of a prompt."""
     models = sorted({_parts(row)[0] for row in rows})
@@ -374,11 +364,6 @@ def draw_gradients(plt: Any, rows: list[Row]) -> Any:
     return figure
 
 
-def accuracy_rows(results: Path) -> list[Row]:
-    """Return the measured errors of the GPU kernels."""
-    return json.loads((results / "numerics" / "triton-cuda.json").read_text())["rows"]
-
-
 def draw_accuracy(plt: Any, rows: list[Row]) -> Any:
     """Draw the errors of all results and gradients against float64, in units of the dtype's rounding."""
     roundoff = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -416,11 +401,6 @@ def _dots(panel: Any, values: Sequence[float | None], at: Sequence[float], progr
 
 
 # Ranks ------------------------------------------------------------------------------------------
-
-
-def scale_rows(results: Path) -> list[Row]:
-    """Return the rows of sequences that ranks share."""
-    return scale_model.rows(results, GPU)
 
 
 def draw_scale(plt: Any, rows: list[Row]) -> Any:
@@ -487,12 +467,17 @@ PLOTS = {
     "operators": Plot(operator_rows, draw_operators),
     "roofline": Plot(roofline_rows, draw_roofline),
     "granite_layer": Plot(granite_rows, draw_granite),
-    "fusion_example": Plot(fusion_rows, draw_fusion),
+    "fusion_example": Plot(
+        lambda results: [row for row in stored(results, GPU, "fusion-example") if row["case"] == "fused_mamba"],
+        draw_fusion,
+    ),
     "decode": Plot(decode_rows, draw_decode),
-    "prefill": Plot(prefill_rows, draw_prefill),
+    "prefill": Plot(lambda results: sorted(_drawn(results, "prefill"), key=standing), draw_prefill),
     "gradients": Plot(gradient_rows, draw_gradients),
-    "scale": Plot(scale_rows, draw_scale),
-    "accuracy": Plot(accuracy_rows, draw_accuracy),
+    "scale": Plot(lambda results: scale_model.rows(results, GPU), draw_scale),
+    "accuracy": Plot(
+        lambda results: json.loads((results / "numerics" / "triton-cuda.json").read_text())["rows"], draw_accuracy
+    ),
 }
 """By the names of their files."""
 

@@ -216,8 +216,8 @@ def store(new: Iterable[Row], results: Path) -> dict[Path, tuple[int, int, int]]
         old = {identity(row): row for row in (read(path) if path.exists() else [])}
         found, kept = dict(old), set(old)
         for row in rows:
-            key = identity(row)
-            if key in found and not _replaces(row, found[key]):
+            key, before = identity(row), found.get(identity(row))
+            if before and (row.get("date", "") < before.get("date", "") or (measured(before) and not measured(row))):
                 continue
             found[key] = row
             kept.discard(key)
@@ -235,10 +235,6 @@ def without_folders(text: str) -> str:
 
 def _installed(folder: str) -> str:
     return folder.partition("/site-packages/")[2]
-
-
-def _replaces(new: Row, old: Row) -> bool:
-    return new.get("date", "") >= old.get("date", "") and (measured(new) or not measured(old))
 
 
 def stored(results: Path, folder: str, *suites: str) -> list[Row]:

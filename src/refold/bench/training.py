@@ -8,7 +8,7 @@ by sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -47,13 +47,6 @@ def reference(layer: torch.nn.Module, u: torch.Tensor, dy: torch.Tensor) -> list
         layer.to(u.dtype)
         for name, weight in layer.named_parameters():
             weight.data = narrow[name]
-
-
-def longest_kernels(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, int]]:
-    """List the kernels that take longest in a call: name, milliseconds, how often."""
-    with profiling():
-        found = take("call", run, device)
-    return [(kernel["name"], kernel["ms"], kernel["count"]) for kernel in found[:25]]
 
 
 def training(
@@ -96,6 +89,8 @@ def measure(
     calling = {name: partial(gradients, program, u, weights, dy) for name, program in programs.items()}
     row, runs = contest(calling, exact, bound, rounds, u.device, calls=calls, medians="median_ms")
     if kernels and u.is_cuda:
-        row["kernels"] = {name: longest_kernels(run, u.device) for name, run in runs.items() if name != "eager"}
+        with profiling():
+            found = {name: take("call", run, u.device)[:25] for name, run in runs.items() if name != "eager"}
+        row["kernels"] = {name: [(k["name"], k["ms"], k["count"]) for k in most] for name, most in found.items()}
     row["peak_bytes"] = {name: peak_bytes(run, u.device) for name, run in runs.items()} if u.is_cuda else {}
     return row

@@ -381,10 +381,6 @@ def _mamba(s: _Settings) -> MambaConfig:
     )
 
 
-def _falcon_mamba(s: _Settings) -> MambaConfig:
-    return replace(_mamba(s), selection_eps=s.epsilon("mixer_rms_eps", 1e-6))
-
-
 _NORMS_GROUPS = (5, 23)
 """The first release of transformers whose gated norm takes each group of channels alone."""
 
@@ -602,7 +598,7 @@ def _state_spaces(s: _Settings) -> MambaConfig | Mamba2Config:
 
 _READERS: dict[str, Callable[[_Settings], Config]] = {
     "mamba": _mamba,
-    "falcon_mamba": _falcon_mamba,
+    "falcon_mamba": lambda s: replace(_mamba(s), selection_eps=s.epsilon("mixer_rms_eps", 1e-6)),
     "mamba2": _mamba2,
     "granitemoehybrid": _granite,
     "bamba": _bamba,

@@ -95,7 +95,8 @@ def project(
     if batch == 1:
         block_o, warps = _row_config(size * weight.element_size())
     else:
-        block_o, block_k, stages = _rows_config(nout, size)
+        # More programs where there are few outputs.
+        block_o, block_k, stages = (64, 128, 4) if nout > 2 * size else (32, 256, 4)
         block_b, block_k = max(16, block_b), min(block_k, max(16, triton.next_power_of_2(size)))
         _, shared = device_limits(x.device)
         stages = max(1, min(stages, shared // ((block_o + block_b) * block_k * weight.element_size())))
@@ -306,11 +307,6 @@ def _row_config(size: int) -> tuple[int, int]:
     """
     warps = 2 if size <= 5120 else 4
     return min(4, 1 << max(0, (warps * 32 * 320 // size).bit_length() - 1)), warps
-
-
-def _rows_config(nout: int, size: int) -> tuple[int, int, int]:
-    """Return (BLOCK_O, BLOCK_K, stages) of a product with several rows: more programs where there are few outputs."""
-    return (64, 128, 4) if nout > 2 * size else (32, 256, 4)
 
 
 def _ahead_config(nout: int, size: int) -> tuple[int, int, int, int, int]:

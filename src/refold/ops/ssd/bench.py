@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from refold.ops.timed import Timed, from_checkout, normal, uniform
@@ -77,25 +78,19 @@ def _cases(shapes: Sequence[tuple[int, ...]], fused: str = "") -> Iterator[Timed
                 *arrays.values(), chunk_size=256, **options, initial_states=initial, return_final_states=True
             )
 
-        def peer_with_all(arrays: Any = arrays, every: Any = every, initial: Any = initial, peer: Any = peer) -> Any:
-            return peer(arrays, every, initial)
-
         half = (x.half(), dt.half(), A, B.half(), C.half()) if one_kernel else ()
 
         def by_one_kernel(half: Any = half, more: Any = plain) -> Any:
             return one_kernel(*half, chunk_size=128, **more, return_final_states=True, mamba2_fusion_type="medium")
 
-        gate, start = (z.half(), initial.half()) if one_kernel else (None, None)
-
-        def by_one_kernel_with_all(half: Any = half, more: Any = every, gate: Any = gate, start: Any = start) -> Any:
-            return by_one_kernel(half, more | {"z": gate, "initial_states": start})
-
+        halves = {"z": z.half(), "initial_states": initial.half()} if one_kernel else {}
         name = _named((b, t, h)) + (f", {p}x{n}, groups {g}" if sizes else "")
         with_all = arrays | every | {"initial_state": initial}
         for kind, given, by_package, by_kernel in (
             ("", arrays | plain, peer, by_one_kernel),
-            (", all options", with_all, peer_with_all, by_one_kernel_with_all),
-        ):
+            (", all options", with_all, partial(peer, arrays, every, initial),
+             partial(by_one_kernel, half, every | halves)),
+        ):  # fmt: skip
             rivals = {"mamba_ssm": by_package if official else None, "fused": by_kernel if one_kernel else None}
             yield Timed("ssd", name + kind, given, rivals, True)
 

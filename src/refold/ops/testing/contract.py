@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -344,7 +344,8 @@ def check_steps(problem: Problem, backend: str, frame: Frame) -> None:
     for t in range(min(case.sizes["t"], 20)):
         token = {n: a.take(t, ax) if (ax := problem.time_axis(n)) is not None else a for n, a in passed.items()}
         sizes = {letter: size for letter, size in case.sizes.items() if letter != "t"}
-        one = Problem(step, _without_time(case, sizes), problem.dtype, {**token, "state": state}, options)
+        own = replace(case, sizes=sizes, given=frozenset(), strided=False)
+        one = Problem(step, own, problem.dtype, {**token, "state": state}, options)
         results = [frame.numpy(r) for r in run(one, backend, frame)]
         ys.append(results[0])
         state = round_to(results[1], problem.dtype_of("initial_state"))
@@ -526,9 +527,3 @@ def _close(
             f"{problem.spec.name}[{problem.case.name}, {problem.dtype}] {where} {name}: relative error {error:.2e}, "
             f"allowed {allowed:.2e}"
         )
-
-
-def _without_time(case: Any, sizes: dict[str, Any]) -> Any:
-    from dataclasses import replace
-
-    return replace(case, sizes=sizes, given=frozenset(), strided=False)
