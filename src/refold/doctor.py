@@ -81,6 +81,13 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+def _missing(*packages: str, extra: str = "") -> str:
+    """Say which package is not installed, and how to get it; nothing if all are."""
+    found = (f"no: {name} is not installed (pip install 'refold[{extra or name}]')" for name in packages
+             if not _installed(name))  # fmt: skip
+    return next(found, "")
+
+
 def _cuda() -> Any:
     """Return ``torch.cuda`` where a GPU may be; else None, for to import PyTorch takes longer than all the rest."""
     drivers = map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
@@ -112,9 +119,7 @@ def _parts(jax: Future[str]) -> dict[str, str]:
         "triton": _triton(),
         "numba": _numba(),
         "jax": jax.result(),
-        "transformers": "yes: refold.accelerate(model)"
-        if _installed("transformers")
-        else "no: transformers is not installed (pip install 'refold[hf]')",
+        "transformers": _missing("transformers", extra="hf") or "yes: refold.accelerate(model)",
     }
 
 
@@ -130,18 +135,16 @@ def _engines() -> dict[str, str]:
 
 
 def _compiler() -> str:
-    if not _installed("torch"):
-        return "no: torch is not installed (pip install 'refold[torch]')"
+    if missing := _missing("torch"):
+        return missing
     if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
         return "GPU only: Inductor needs a C++ compiler for the CPU, and neither g++ nor clang++ is on the PATH"
     return 'yes: torch.compile(..., backend="refold")'
 
 
 def _triton() -> str:
-    if not _installed("torch"):
-        return "no: torch is not installed (pip install 'refold[torch]')"
-    if not _installed("triton"):
-        return "no: triton is not installed (pip install 'refold[triton]')"
+    if missing := _missing("torch", "triton"):
+        return missing
     if (cuda := _cuda()) and cuda.is_available():
         if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
             return "no: Triton needs a C compiler, and neither gcc nor clang is on the PATH"
@@ -152,10 +155,8 @@ def _triton() -> str:
 
 
 def _numba() -> str:
-    if not _installed("torch"):
-        return "no: torch is not installed (pip install 'refold[torch]')"
-    if not _installed("numba"):
-        return "no: numba is not installed (pip install 'refold[numba]'); the torch backend runs the scans instead"
+    if missing := _missing("torch", "numba"):
+        return missing + ("; the torch backend runs the scans instead" if _installed("torch") else "")
     from .ops.spec import all_specs
 
     files = [(spec.name, importlib.util.find_spec(f"{spec.module}._numba")) for spec in all_specs()]
