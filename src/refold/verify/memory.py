@@ -37,7 +37,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     # Only the trace lists each allocation; the profiler's tables hold net sums of what code regions kept.
     activities = [torch.profiler.ProfilerActivity.CPU]
     with quiet_profiler():
-        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             run()
         events = trace_events(profiler)
     held = peak = 0

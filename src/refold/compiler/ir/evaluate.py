@@ -55,9 +55,8 @@ class Evaluator(torch.fx.Interpreter):
 
     def run_node(self, n: Node) -> Any:
         """Run one node; large products wait for the sum that reads them."""
-        if n.op == "call_module" and self.dtype is not None:
-            module: Any = self.fetch_attr(str(n.target))
-            return module.in_dtype(self.dtype, *self.fetch_args_kwargs_from_env(n)[0])
+        if n.op == "call_module" and (run := getattr(self.fetch_attr(str(n.target)), "in_dtype", None)):
+            return run(self.dtype, *self.fetch_args_kwargs_from_env(n)[0])
         if n.op == "call_function":
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             if registers_hook(n) and not args[0].requires_grad:  # values are asked for, and no gradients

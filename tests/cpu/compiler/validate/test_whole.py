@@ -1,13 +1,20 @@
 """The check of the whole graph catches what the checks of regions miss, and accepts right programs."""
 
+import functools
+import operator
+
 import pytest
 import torch
 import torch.nn as nn
+from torch import Tensor
+from torch.fx import Graph, GraphModule, symbolic_trace
 
 import refold
 from refold.compiler import pipeline, record
+from refold.compiler.dynamo.sequential import SequentialLoop
 from refold.compiler.ir import dispatch
 from refold.compiler.ir.dispatch import Impossible, Random, Recording, in_dtype
+from refold.compiler.private import TorchDispatchMode, tree_leaves
 from refold.compiler.refusals import REASONS
 from refold.compiler.validate import whole
 from refold.compiler.validate.region import Judgement
@@ -398,3 +405,91 @@ def test_views_of_an_expanded_input():
     compiled = refold.compile(fn, accept="always", strict=True, cache=False)
     torch.testing.assert_close(compiled(x, a), fn(x, a))
     assert [row.status for row in compiled.report.graphs[0].rewrites] == ["applied"]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the elements of all tensors that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.elements += 0 if func.is_view else sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
+
+
+def reads_rows(x, a):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, -1 - t] * x[:, t : t + 1].squeeze(1) + x[:, 0]
+        out.append(h)
+    return torch.stack(out, 1) + 2 * x + a.flip(1)
+
+
+def step_by_step():
+    """The loop of `reads_rows` as its region has it, functions of the same inputs."""
+    graph = Graph()
+    k, h, x, a = map(graph.placeholder, "khxa")
+
+    def read(of, at, width=None):
+        if width is None:
+            return graph.call_function(aten.select.int, (of, 1, at))
+        row = graph.call_function(aten.slice.Tensor, (of, 1, at, graph.call_function(operator.add, (at, 1))))
+        row.meta["val"] = torch.empty(2, 1, 3)
+        return graph.call_function(aten.squeeze.dim, (row, 1))
+
+    back = graph.call_function(operator.sub, (-1, k))
+    new = graph.call_function(aten.mul.Tensor, (read(a, k), h))
+    for term in (graph.call_function(aten.mul.Tensor, (read(x, back), read(x, k, 1))), read(x, 0)):
+        new = graph.call_function(aten.add.Tensor, (new, term))
+    graph.output((new, new))
+    return graph
+
+
+def first(x, a):
+    return torch.zeros_like(x[:, 0]), x, a
+
+
+@pytest.mark.parametrize("how", ["mode", "region"])
+def test_a_check_takes_as_long_as_the_steps(how):
+    """A gradient of one step's read is as long as all steps: written out, a check takes the square of their number."""
+    elements = []
+    for steps in (32, 64):
+        x, a = (torch.randn(2, steps, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        if how == "mode":
+
+            def run(x=x, a=a):
+                y = reads_rows(x, a)
+                return [y.detach(), *(g.detach() for g in torch.autograd.grad(y, (x, a), torch.ones_like(y)))]
+
+            exact, measured = run(), lambda run=run: in_dtype(run, torch.float64)
+        else:
+            loop = SequentialLoop(symbolic_trace(first), GraphModule({}, step_by_step()), steps, 1, [0, 1], 1)
+
+            def run(call, x=x, a=a):
+                y = call(x, a)
+                return [*y, *torch.autograd.grad(sum(map(torch.sum, y)), (x, a))]
+
+            exact, measured = run(loop), lambda run=run, loop=loop: run(functools.partial(loop.in_dtype, None))
+        with Counted() as counted:
+            found = measured()
+        assert all(map(torch.equal, found, exact))
+        elements.append(counted.elements)
+    assert elements[1] < 2.5 * elements[0]
+
+
+def test_sums_of_parts_are_written_out_where_they_are_read():
+    """Gradients of parts of one tensor are used in all the ways that autograd has."""
+    x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+
+    def run():
+        seen = []
+        y = x * 1.5
+        y.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+        z = y[0, 1] + y[1, -2] * y[:, 2:4].sum((0, 1)) + y[:, ::2].sum((0, 1)) + y[..., -1:].sum() + y[2, :0].sum()
+        z = z + y.sum((0, 1)) + y[:, 0].sum(0)
+        return [z.detach(), *torch.autograd.grad(z.sum() + x[1].exp().sum(), x), *seen]
+
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(in_dtype(run, torch.float64), run(), strict=True))

