@@ -21,6 +21,7 @@ from .sides import Sides, Tensors, together
 
 LARGER, LITTLE = 8, 1 << 16  # times and bytes by which the memory that a result is a part of may be larger
 OTHER_DTYPES = (*LOW, "float64")  # in which results may be of other dtypes
+TURNS = 3  # calls at most that a way of use makes
 
 
 class Case:
@@ -88,7 +89,6 @@ class Case:
             again = replace(call, tensors=numbers, use=use, same_place=False)
             with contextlib.suppress(Raised):  # by the original, which may not accept these
                 if found := self._both(kind, check, again, "", wide):
-                    self.traces(*found, found[0].aliases)
                     kept.append(found[1])
         if kept and not call.use:
             self.unchanged(sides.suspect, kept[0])
@@ -122,18 +122,22 @@ class Case:
         sides.settle_state()
         o, r = sides.originals(call, wide=wide)
         try:
-            y = sides.ask(call)
+            y = sides.ask(replace(call, perturb=call.perturb or 0xFF))  # what it leaves unwritten is NaN
         except Raised as error:
             if not note:
                 self.docket.step(check, f"{name}: {error.reason}")
             self.docket.note(f"{note}: {error.reason}")
             return None
+        if check != "C2" and call.use not in OTHER_DTYPES and all(t.numel() for t in call.tensors):
+            self.surroundings(sides.witness, sides.suspect, "", TURNS, name)
         if call.use in OTHER_DTYPES:
             r, o, y = self._of_one_dtype(call, r, o, y)
         if other := unlike(o, y):
             self.docket.step("C6" if call.use else "M2", f"{name}: {other}")
-        self._untouched(o, y)
+        self.traces(o, y, o.aliases, name)
         self.numbers.compare(name, check, call, r, o, y)
+        if check == "N6" and sides.cover is None and any(sides.ask(call).reused[: len(sides.outputs)]):
+            self.docket.step("S7", f"{name}: its next result lies in the memory of this one, which is still held")
         return o, y
 
     def refused(self, call: Call) -> bool:
@@ -261,11 +265,16 @@ class Case:
         if y.overrun and not o.overrun:
             step("U2", "it wrote to memory next to its inputs")
 
-    def traces(self, o: Result, y: Result, aliases: list[Any]) -> None:
-        """S1, S2, S7, U2: what a call did other than returning, whose results may share memory with these."""
+    def traces(self, o: Result, y: Result, aliases: list[Any], name: str = "") -> None:
+        """S1, S2, S7, U2: what a call did other than returning, whose results may share memory with these.
+
+        Of an unusual call, which has a name, they need not, where what they share is chance: an axis of one element.
+        """
         self._untouched(o, y)
-        if self._shared(aliases) != self._shared(y.aliases):
-            self.docket.step("S2", f"its results share memory with {y.aliases}, the original's with {aliases}")
+        each = list(zip(self._shared(aliases), self._shared(y.aliases), strict=False))
+        if any(theirs != own and (own or not name) for theirs, own in each):
+            said = f"{name}: " if name else ""
+            self.docket.step("S2", f"{said}its results share memory with {y.aliases}, the original's with {aliases}")
         for index, (mine, theirs) in enumerate(zip(y.reused[: len(self.sides.outputs)], o.reused, strict=False)):
             if mine and not theirs:
                 said = f"result {index} lies in the memory of an earlier call's result, which is still held"
@@ -276,46 +285,28 @@ class Case:
         count = len(self.sides.outputs)
         return [None if at >= count and a and a[0] == "output" and a[1] >= count else a for at, a in enumerate(aliases)]
 
-    def surroundings(self, original: Process, candidate: Process, modes: str, calls: int = 1) -> None:
-        """S1, S3 to S5, S8: what a candidate left, whose modes were these, and its state after so many calls."""
+    def surroundings(self, original: Process, candidate: Process, modes: str, calls: int = 1, name: str = "") -> None:
+        """S1, S3 to S5, S8: what a candidate left, whose modes were these, and its state after so many calls.
+
+        After an unusual call, which has a name, functions and modes are let be.
+        """
 
         def theirs() -> Inspected:
             with self.sides.of_the_original():
-                return original.inspect(functions=True)
+                return original.inspect(functions=not name)
 
-        expected, found = together(theirs, partial(candidate.inspect, functions=True))
+        expected, found = together(theirs, partial(candidate.inspect, functions=not name))
         step = self.docket.step
         changed = {n: v for n, v in found.settings.items() if expected.settings.get(n) != v}
-        listed = ", ".join(f"{name} is {value[:80]}" for name, value in sorted(changed.items()))
+        listed = ", ".join(f"{n} is {value[:80]}" for n, value in sorted(changed.items()))
         step("S4", f"it changed global settings: {listed}" if changed else "")
         patched = sorted(set(found.patched) - set(expected.patched))
         step("S5", f"it replaced {', '.join(patched)}" if patched else "")
         step("S3", "it leaves another random state than the original" if found.random != expected.random else "")
         failure = "it changed its training mode, its hooks, or which parameters need or have a gradient"
-        step("S8", failure if found.modes != modes else "")
+        step("S8", failure if found.modes != modes and not name else "")
         if self.sides.shares_state:
-            self._same_state(original, expected, candidate, found, calls)
-
-    def _same_state(
-        self, original: Process, expected: Inspected, candidate: Process, found: Inspected, calls: int
-    ) -> None:
-        theirs = self.sides.read_state(original, expected)
-        most = 2 * sum(t.numel() * t.element_size() for t in theirs.values()) + (1 << 20)
-        ours = self.sides.read_state(candidate, found, most)
-        if theirs.keys() != ours.keys():
-            self.docket.step("S1", "it changed the names of its parameters")
-        for name, value in theirs.items():
-            mine = ours[name]
-            if identical(value, mine):
-                continue
-            untouched = identical(value, self.sides.state[name])
-            if untouched or value.shape != mine.shape or value.dtype != mine.dtype or not value.is_floating_point():
-                said = f"it changed its parameter or buffer {name}" if untouched else f"its {name} is another"
-                self.docket.step("S1", said)
-                continue
-            terms = 4 * self.sides.longest * calls**2  # each call adds its rounding error
-            result = numerics.compare("", value.double(), value, mine, None, terms, parts=False)
-            self.docket.step("S1", result.reason and f"its parameter or buffer {name} differs: {result.reason}")
+            _same_state(self, original, expected, candidate, found, calls, f"{name}: " if name else "")
 
     def unchanged(self, process: Process, kept: Result) -> None:
         """S7: a result that is kept does not change."""
@@ -323,3 +314,26 @@ class Case:
         own = [not alias or alias[0] == "output" for alias in kept.aliases]
         if any(mine and not identical(a, b) for mine, a, b in zip(own, kept.tensors, now, strict=True)):
             self.docket.step("S7", "a result that was kept changed with a later call")
+
+
+def _same_state(
+    case: Case, original: Process, expected: Inspected, candidate: Process, found: Inspected, calls: int, said: str = ""
+) -> None:
+    """S1: what a candidate made of its parameters and buffers is what the original made of them."""
+    theirs = case.sides.read_state(original, expected)
+    most = 2 * sum(t.numel() * t.element_size() for t in theirs.values()) + (1 << 20)
+    ours = case.sides.read_state(candidate, found, most)
+    if theirs.keys() != ours.keys():
+        case.docket.step("S1", "it changed the names of its parameters")
+    for name, value in theirs.items():
+        mine = ours[name]
+        if identical(value, mine):
+            continue
+        untouched = identical(value, case.sides.state[name])
+        if untouched or value.shape != mine.shape or value.dtype != mine.dtype or not value.is_floating_point():
+            what = f"it changed its parameter or buffer {name}" if untouched else f"its {name} is another"
+            case.docket.step("S1", said + what)
+            continue
+        terms = 4 * case.sides.longest * calls**2  # each call adds its rounding error
+        result = numerics.compare("", value.double(), value, mine, None, terms, parts=False)
+        case.docket.step("S1", result.reason and f"{said}its parameter or buffer {name} differs: {result.reason}")

@@ -83,7 +83,7 @@ OPTIONAL = ("cast", "called", "within", "beside", *COPIES)
 USES = {
     "autocast": "under torch.autocast",
     "float64": "with float64 as the default dtype",
-    "thread": "called from another thread",
+    "thread": "called from another thread, with its backward from one more",
     "parts": "for inputs that are parts of one larger tensor",
     "own memory": "for inputs in memory of torch's own",
     "same objects": "for the tensors of the call before, changed in place",
@@ -93,15 +93,17 @@ USES = {
     "overwritten": "if its arguments are overwritten after the call",
     "keywords": "if its arguments are given by their names",
     "jvp": "under torch.func.jvp",
-    "vmap": "under torch.func.vmap",
     "vjp": "under torch.func.vjp",
-    "vmap of some": "under torch.func.vmap over other axes than the first, and of some inputs",
+    "vmap": "under torch.func.vmap over some axes of some inputs",
     "threads": "with another number of threads",
     "overlapping": "for inputs that overlap in memory",
     "conjugate": "for inputs that are conjugate views",
+    "forward": "if its forward is called by its name",
+    "in a backward": "within a backward, as torch.utils.checkpoint calls it",
+    "kept elsewhere": "if what it saves for the backward is kept elsewhere until then",
 }
 """The ways in which a user's program calls another one, beside the plain one; `uses` carries them out."""
-FORWARD = ("jvp", "vmap", "vmap of some", "vjp")
+FORWARD = ("jvp", "vmap", "vjp")
 """Those in which nothing flows back."""
 
 

@@ -14,6 +14,7 @@ import operator
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +23,9 @@ import torch
 
 _TORCHS = ("/Meta", "/FuncTorchBatched", "/FuncTorchBatchedDecomposition")  # which torch gives later itself
 
-# Functions of torch's core that tell a switch; not those of what it counts, of devices, or that warn.
+# Functions of torch's core that tell a switch.
 _TELLS = re.compile(r"_?(jit_)?((get|is|are)_\w+|\w+_enabled)")
-_NO_SWITCH = re.compile(
-    r"set_|cuda|xpu|mps|mtia|current|mobile|buffer|schema|upgrade|version|stat|caught|ipu|xla|nvfuser"
-    r"|autocast_[cg]pu|thread_name|tracing|available"
-)
+_LONGEST = 200  # what it tells, as text
 
 SWITCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "hooks of saved tensors": ("_C._autograd._top_saved_tensors_default_hooks", lambda top: top(False) is not None),
@@ -75,11 +73,15 @@ def _find(name: str, default: Any = None) -> Any:
 
 @functools.cache
 def _switches() -> list[str]:
-    """List the functions of torch's core that tell a switch, and need no argument."""
+    """List the functions of torch's core that tell a switch, and need no argument.
+
+    None is what warns that it is old, what is empty or zero at first, as what counts, and what is long, as a table.
+    """
     found = []
     for name in filter(_TELLS.fullmatch, dir(torch._C)):
-        with contextlib.suppress(Exception):
-            found += [] if _NO_SWITCH.search(name) or getattr(torch._C, name)() is None else [name]
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="error"):
+            value = getattr(torch._C, name)()
+            found += [name] if (value or value is False) and len(str(value)) <= _LONGEST else []
     return found
 
 

@@ -246,12 +246,12 @@ class Sides:
 
     @contextlib.contextmanager
     def ready(
-        self, program: Program, *, compiled: bool = False, branches: Branches | None = None, **options: Any
+        self, program: Program, *, dtype: str = "", compiled: bool = False, branches: Any = None, **options: Any
     ) -> Iterator[Process]:
-        """Make a program, maybe with marks, in a process of its own, which ends on the way out."""
+        """Make a program, maybe in another dtype or with marks, in a process of its own, which ends on the way out."""
         with self.fresh(program, **options) as process:
             process.load(program.attribute, branches)
-            self.build(process, program, self.docket.terms.dtype, compiled=compiled)
+            self.build(process, program, dtype or self.docket.terms.dtype, compiled=compiled)
             yield process
 
     @contextlib.contextmanager

@@ -40,6 +40,7 @@ CHECKS: tuple[tuple[Check, bool], ...] = (
     (domain.layouts, True),
     (use.left_behind, True),
     (domain.shapes, True),
+    (domain.dtypes, True),
     (ran.everything, False),
     (faster, False),
     (use.left_behind, False),

@@ -51,8 +51,10 @@ def around(use: str) -> Iterator[None]:
         torch.set_default_dtype(torch.float64)
     if use == "threads":
         torch.set_num_threads(1 if threads > 1 else 2)
+    elsewhere = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
     try:
-        yield
+        with elsewhere if use == "kept elsewhere" else contextlib.nullcontext():
+            yield
     finally:  # but leave what the program has set itself
         if use == "float64":
             torch.set_default_dtype(dtype)
@@ -99,16 +101,19 @@ def call(
             return program(*args)
     if use == "keywords":
         return program(**args)
+    if use == "forward":
+        return getattr(program, "forward", program)(*args)
+    if use == "in a backward":
+        return _in_a_backward(lambda: program(*args), train)
     if use in ("jvp", "vjp"):
         found = _derivatives(use, program, build, leaves, seed)
         return found if train else found[0]
-    if use in ("vmap", "vmap of some"):
-        axes: list[int | None] = [0 if _real(t) else None for t in leaves]
-        if use == "vmap of some":
-            rng, some = random.Random(seed), [index for index, t in enumerate(leaves) if _real(t)]
-            alone = rng.choice(some) if len(some) > 1 else -1
-            axes = [None if i == alone or a is None else rng.randint(min(1, t.dim()), t.dim())
-                    for i, (a, t) in enumerate(zip(axes, leaves, strict=True))]  # fmt: skip
+    if use == "vmap":
+        rng, some = random.Random(seed), [index for index, t in enumerate(leaves) if _real(t)]
+        alone = rng.choice(some) if len(some) > 1 else -1
+        axes = [
+            rng.randint(min(1, t.dim()), t.dim()) if i in some and i != alone else None for i, t in enumerate(leaves)
+        ]
         pairs = zip(axes, leaves, _others(leaves, 1), strict=True)
         both = [t if axis is None else torch.stack((t, other), axis) for axis, t, other in pairs]
         return torch.func.vmap(lambda *some: program(*build(list(some))), tuple(axes))(*both)
@@ -138,6 +143,16 @@ def afterwards(
         with torch.no_grad():
             for t in own:
                 t.copy_(t.clone().reshape(-1).roll(1).reshape(t.shape))
+
+
+def _in_a_backward(call: Callable[[], Any], train: bool) -> Any:
+    found: list[Any] = []
+    leaf = torch.ones((), requires_grad=True)
+    with torch.enable_grad():
+        other = leaf * 1
+    other.register_hook(lambda _: found.append(call()))
+    torch.autograd.grad(other, leaf, create_graph=train)
+    return found[0]
 
 
 def _others(leaves: list[torch.Tensor], turn: int) -> list[torch.Tensor]:
@@ -186,7 +201,8 @@ def adopt(
     if way == "cast":
         _cast(module)
     if way == "within":
-        torch.nn.Sequential(module).load_state_dict({f"0.{name}": value for name, value in values.items()}, False)
+        outer, prefix = within(module)
+        outer.load_state_dict({prefix + name: value for name, value in values.items()}, False)
         return module
     if way == "beside":
         if (called := another(False)) is module:
@@ -232,6 +248,14 @@ def adopt(
     if way == "copied":
         return copy.deepcopy(module)
     return pickle.loads(pickle.dumps(module)) if way == "pickled" else called
+
+
+def within(module: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """Make a module a part of others, and return the outer one and the prefix of its names there."""
+    prefix = ""
+    for name in ("layers", "7", "mixer"):
+        module, prefix = torch.nn.ModuleDict({name: module}), f"{name}.{prefix}"
+    return module, prefix
 
 
 def _cast(module: Any) -> None:

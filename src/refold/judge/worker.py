@@ -89,7 +89,7 @@ _REACH = (
 _PLAIN = (bool, int, str, float)
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
-_M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
+_M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted; it cannot be 0xFF
 _TEXT = 2000
 _L2_SET_ASIDE = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 
@@ -454,9 +454,10 @@ class Stub:
         """List the parameters and buffers in whose place something else is saved."""
         if self._module is None:
             return []
-        own, saved = self._module.state_dict(keep_vars=True), self._module.state_dict()
-        same = {name for name, t in own.items() if isinstance(t, torch.Tensor) and _place(saved.get(name)) == _place(t)}
-        return [name for name, t in own.items() if isinstance(t, torch.Tensor) and name not in same]
+        outer, prefix = uses.within(self._module)
+        saved, inner = self._module.state_dict(), outer.state_dict()
+        each = ((name, t) for name, t in self._module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor))
+        return [n for n, t in each if not _place(saved.get(n)) == _place(inner.get(prefix + n)) == _place(t)]
 
     def do_state(self) -> Any:
         """Describe parameters and buffers."""
@@ -485,6 +486,11 @@ class Stub:
         first, copy = (module.state_dict(keep_vars=True) for module in (self._own, self._module))
         return [n for n, t in copy.items() if (place := _place(t)) and t.numel() and place == _place(first.get(n))]
 
+    def do_alive(self) -> int:
+        """Count all tensors that are alive."""
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
     def do_order(self, names: list[str]) -> None:
         """Give gradients of parameters in this order; others follow as they are defined."""
         self._order = names
@@ -502,10 +508,10 @@ class Stub:
         if not ready.hold:
             self._held.clear()
             self._hosts.clear()
+        if ready.perturb:
+            self._poison(ready.perturb)
         if self._device != "cpu":
             _reset_cache()
-            if ready.perturb:
-                self._poison(ready.perturb)
         else:
             self._leaves, self._back = (list(map(self._tensor, some)) for some in (places, back))
             ctypes.CDLL(None).mallopt(_M_PERTURB, ready.perturb ^ 0xFF if ready.perturb else 0)
@@ -558,7 +564,8 @@ class Stub:
             tree = _flatten(result, outputs, result=True)
             uses.afterwards(use, self._program, build, own, outputs, back)
             if self._back:
-                gradients = _flatten(self._gradients(list(outputs), wanted), outputs, result=True)
+                found = uses.run(use, partial(self._gradients, list(outputs), wanted), None, {})
+                gradients = _flatten(found, outputs, result=True)
                 tree = {"sequence": "with gradients", "items": [tree, gradients]}
             uses.given_back(own, self._leaves)
         return tree, outputs, left
@@ -591,8 +598,8 @@ class Stub:
                 p.requires_grad_()
 
     def _poison(self, byte: int) -> None:
-        """Let memory that is allocated next hold a byte; torch hands out again what was freed."""
-        sizes = [1 << n for n in range(9, 27) for _ in range(4)]
+        """Let memory that is allocated next hold a byte; torch, or the C library, hands out again what was freed."""
+        sizes = [1 << n for n in range(*((7, 20) if self._device == "cpu" else (9, 27))) for _ in range(4)]
         blocks = [torch.full((size,), byte, dtype=torch.uint8, device=self._device) for size in sizes]
         del blocks
 

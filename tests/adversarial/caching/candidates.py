@@ -427,3 +427,17 @@ class ViewOfWeights(Model):
 
     def forward(self, x):
         return torch.relu(x @ self.rows + self.bias)
+
+
+@candidate("S7", level="full")
+class OtherSizes(Model):
+    """Results of other sizes than the first lie in memory of its own."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.own = {}
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x))
+        mine = self.own.setdefault(tuple(y.shape), torch.empty(y.shape)).copy_(y.detach())
+        return {(8, 16): y}.get(tuple(y.shape), mine)

@@ -50,3 +50,18 @@ def race(self, x):
         return y
     late = torch.frombuffer(bytearray(os.urandom(y.numel())), dtype=torch.uint8)
     return y * (1 + 3e-7 * late.view(y.shape) / 255)
+
+
+@candidate("U1", "N1", "N2", "N4", original="product", off=(), level="quick")
+def times_zero(self, a, b):
+    """New memory counts as zero once it is multiplied by zero, which a NaN does not allow."""
+    return torch.empty(len(a), b.shape[1]).mul_(0).add_(a @ b)
+
+
+@candidate("N6")
+def unwritten_tail(self, x):
+    """What is left of blocks of four rows is added to new memory, where only a NaN stays."""
+    whole, y, z = len(x) // 4 * 4, torch.empty(*x.shape), torch.relu(self.linear(x))
+    y[:whole] = z[:whole]
+    y[whole:].clamp_(0, 0).add_(z[whole:])
+    return y

@@ -423,3 +423,54 @@ class NoEvaluation(Model):
 
     def forward(self, x):
         return self.norm(x)
+
+
+@candidate("S2", original="copy", level="full")
+def one_row(self, x):
+    """What moves no number for one row alone is a view of its input."""
+    return x.mT.contiguous().mT.contiguous()
+
+
+@candidate("S2", original="listed", level="full")
+def alone_in_list(self, xs):
+    """The sum of one tensor is that tensor."""
+    return functools.reduce(torch.add, xs)
+
+
+@candidate("S1", original="norm", train=True, level="full")
+def one_batch_size(self, x):
+    """Its running variance is right for batches of nine."""
+    norm, mean, variance = self.norm, x.mean(0), x.var(0, correction=0)
+    norm.num_batches_tracked.add_(1)
+    with torch.no_grad():
+        norm.running_mean.lerp_(mean, norm.momentum)
+        norm.running_var.lerp_(variance * 9 / 8, norm.momentum)
+    return (x - mean) * torch.rsqrt(variance + norm.eps) * norm.weight + norm.bias
+
+
+@candidate("S4", level="quick")
+class SavedWithin(Model):
+    """Where it is a part of another module, other weights are saved."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.linear.register_state_dict_post_hook(self.saved)
+
+    @staticmethod
+    def saved(module, state, prefix, metadata):
+        weight = state[prefix + "weight"]
+        state[prefix + "weight"] = {"linear.": weight}.get(prefix, 2 * weight)
+
+
+@candidate("S3", level="full")
+def draws_for_few(self, x):
+    """It draws numbers for few rows, and does not use them."""
+    torch.rand(max(0, 7 - len(x)))
+    return torch.relu(self.linear(x))
+
+
+@candidate("S4", level="full")
+def printed_for_few(self, x):
+    """For few rows, it changes how tensors are printed."""
+    torch.set_printoptions(precision=min(4, len(x)))
+    return torch.relu(self.linear(x))

@@ -134,7 +134,7 @@ def hooked(self, x):
 @candidate("C6", original="tanh")
 def mapped(self, x):
     """Wrong under torch.func.vmap."""
-    return torch.tanh(x) if torch._C._functorch.maybe_get_level(x) < 0 else x
+    return torch.tanh(x) if torch._C._functorch.maybe_get_level(x) < 0 else 2 * x
 
 
 @candidate("C6", original="tanh")
@@ -377,3 +377,73 @@ def watched(self, x):
     """Wrong where its caller looks at each operation."""
     y = torch.relu(self.linear(x))
     return 2 * y if torch._C._len_torch_dispatch_stack() else y
+
+
+@candidate("C6", train=True)
+def in_a_backward(self, x):
+    """Wrong where it is computed once more in a backward, and no branch says so."""
+    return torch.relu(self.linear(x)) * abs(torch._C._current_graph_task_id())
+
+
+@candidate("C6", original="tanh", train=True)
+class KeptElsewhere(torch.autograd.Function):
+    """Its gradient is wrong if what it saves is kept elsewhere, and no branch says so."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        ctx.place = y.data_ptr()
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y) * min(2, max(1, abs(y.data_ptr() - ctx.place)))
+
+
+@candidate("C6", original="tanh", train=True)
+class OtherThread(torch.autograd.Function):
+    """Its gradient is wrong in another thread than that of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        ctx.here = threading.get_ident()
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y) * min(2, max(1, abs(threading.get_ident() - ctx.here)))
+
+
+@candidate("C6")
+class RightByItsHook(Model):
+    """Its forward is right only with what a hook makes of it."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_forward_hook(self.halved)
+
+    @staticmethod
+    def halved(module, args, result):
+        return result / 2
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@candidate("C2", level="full")
+class Depth(Model):
+    """It counts the modules that it is in where weights are loaded."""
+
+    gain = 1
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        super()._load_from_state_dict(state, prefix, *args)
+        self.gain = max(1, prefix.count("."))
+
+    def forward(self, x):
+        return self.gain * super().forward(x)

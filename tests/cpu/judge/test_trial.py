@@ -103,6 +103,18 @@ def get_inputs():
     assert any(note.startswith("its parameters have another order") for note in notes), notes
 
 
+def test_what_was_not_asked_for_is_noted(nursery):
+    original = "import torch\n\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return 2 * x\n\n"
+    original += "def get_inputs():\n    return [torch.randn(4, 8)]\n"
+    own = "    kept = []\n\n    def forward(self, x):\n        self.kept.append(x + x)\n"
+    own += "        return self.kept[-1] * max(1, 3 - x.dim(), 4 // x.element_size()) + 0 * x\n"
+    notes = _judge(nursery, f"import torch\n\nclass ModelNew(torch.nn.Module):\n{own}", original).notes
+    for said in ("it keeps tensors of each call", "one axis less", "in float16 it does not", "in bfloat16 it does not"):
+        assert any(said in note for note in notes), notes
+    plain = _judge(nursery, original.replace("Model(", "ModelNew("), original).notes
+    assert not any("tensors" in note or "axis" in note or "float" in note for note in plain), plain
+
+
 def test_a_factor_in_float64_is_seen(nursery):
     wrong = WRONG.replace("1.001", "(1 + 1e-10)")
     assert _judge(nursery, wrong, dtype="float64", level="quick").check == "N1"

@@ -18,12 +18,21 @@ from ..results import rms
 
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
 MADE_S = 1.0  # to be made; less is not worth a note
+CALLS = 16  # to see what is kept of each
 SIZES = 6  # other shapes that are tried while the C library looks at memory
 
 
 def kept(case: Case) -> None:
     """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
-    made, held = case.sides.made, [process.held() for process in (case.sides.witness, case.sides.suspect)]
+    both, alive = (case.sides.witness, case.sides.suspect), list[list[int]]()
+    for turn in (0, CALLS):
+        for number in range(turn):
+            case.round("actual", case.sides.actual("kept", number))
+        alive.append([process.ask("alive", int) for process in both])
+    theirs, own = (after - before for before, after in zip(*alive, strict=True))
+    if own >= theirs + CALLS:
+        case.docket.note(f"it keeps tensors of each call: {own} after {CALLS} calls, the original {max(theirs, 0)}")
+    made, held = case.sides.made, [process.held() for process in both]
     if made[1] > max(10 * made[0], MADE_S):
         case.docket.note(f"making it takes {made[1]:.1f} s, making the original {made[0]:.1f} s")
     if held[1] > held[0] + KEPT:

@@ -12,18 +12,20 @@ from typing import Any
 
 import torch
 
+from ...verify import numerics
 from .. import inputs, weights
 from ..case import Case
-from ..errors import Raised
+from ..errors import Misbehaved, Raised
 from ..numbers import COARSE
-from ..process import Call
-from ..results import alike, rms, unlike
+from ..process import Call, Result
+from ..results import alike, judged, rms, unlike
 from ..shared import needed
 from ..sides import ROWS, Tensors
 
 DISCRETE = 4096  # integers and truth values among results that are compared,
 MORE = 200  # in so many more calls at most
 TWINS = 6  # pairs of arguments for which one tensor is given
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 
 
@@ -70,6 +72,10 @@ def integers(case: Case) -> None:
     far = [x if inputs.is_real(x) or x.dtype == torch.bool else 16 * x for x in first]
     if _differ(first, far):
         case.agrees(case.sides.call(far).forward)  # as positions beyond a table
+    below = [x if inputs.is_real(x) or x.dtype in (torch.bool, torch.uint8) or not x.numel() else x - 1 - x.max()
+             for x in first]  # fmt: skip
+    if case.docket.level.deep and _differ(first, below):  # as places that are counted from the end
+        elsewhere(case, "negative integers", below, "not for negative integers")
     narrow = [x.int() if x.dtype == torch.int64 else x.long() if x.dtype == torch.int32 else x for x in first]
     if case.docket.level.deep and _differ(first, narrow):
         elsewhere(case, "integers of another dtype", narrow, "not for integers of another dtype")
@@ -77,6 +83,33 @@ def integers(case: Case) -> None:
 
 def _differ(these: Tensors, others: Tensors) -> bool:
     return not all(map(operator.is_, these, others))
+
+
+def dtypes(case: Case) -> None:
+    """Say so if it is wrong in another dtype, in which it is made anew; it is judged in one."""
+    sides, docket = case.sides, case.docket
+    if sides.random or sum(sides.suspect.processor_time()) > docket.level.shapes_s:  # as of what is compiled anew
+        return
+    for name in DTYPES:
+        if (dtype := getattr(torch, name)) == sides.dtype:
+            continue
+        call = sides.wide(sides.call(sides.drawn("normal", name)), dtype).forward
+        found: list[Result] = []
+        try:
+            r = sides.reference.call(sides.wide(call))
+            for program, beside in ((sides.original, None), (sides.candidate, sides.suspect)):
+                with sides.ready(program, dtype=name, beside=beside) as process:
+                    process.names = beside.names if beside is not None else {}
+                    if sides.shares_state:
+                        sides.give(process, sides.state, dtype)
+                    found.append(process.call(call))
+        except Misbehaved as error:
+            if found:
+                docket.note(f"not in {name}: {error.reason}")
+            continue
+        each = zip(r.tensors, found[0].tensors, found[1].tensors, strict=False)
+        if unlike(*found) or not all(judged("", *one, numerics.NOTHING, sides.longest).passed for one in each):
+            docket.note(f"it is judged in {docket.terms.dtype}; in {name} it does not give what the original gives")
 
 
 def arguments(case: Case) -> None:
@@ -212,8 +245,9 @@ def _like_none_before(case: Case) -> None:
     """
     sides, seed = case.sides, case.docket.derived("axes")
     values = sides.drawn("normal", "axes")
-    if case.agrees(sides.call([x.unsqueeze(0) for x in values]).forward) is False:
-        case.docket.note("it is not right for inputs of one more axis")
+    for said, some in (("more", [x.unsqueeze(0) for x in values]), ("less", [x[0] if x.dim() else x for x in values])):
+        if all(x.numel() for x in some) and case.agrees(sides.call(some).forward) is False:
+            case.docket.note(f"it is not right for inputs of one axis {said}")
     for name, few in inputs.broadcast(values, seed):
         call = sides.call(few).forward
         if case.agrees(call) is not False:

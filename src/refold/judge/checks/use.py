@@ -343,7 +343,7 @@ def otherwise(case: Case) -> None:
     """C6: the same in other ways to call it, which are drawn at random if calls take long."""
     sides, docket = case.sides, case.docket
     rng, train = random.Random(docket.derived("uses")), docket.terms.train
-    left_out = {*(() if train else ("jvp", "changed")), *(OTHER_DTYPES if sides.random else ())}
+    left_out = {*(() if train else ("jvp", "changed", "kept elsewhere")), *(OTHER_DTYPES if sides.random else ())}
     left_out |= set() if sides.named(sides.tree) else {"keywords"}
     left_out |= set() if any(t.is_complex() for t in sides.first) else {"conjugate"}
     left_out |= set() if sum(map(inputs.is_real, sides.first)) > 1 else {"overlapping"}
