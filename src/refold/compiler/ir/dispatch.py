@@ -327,6 +327,10 @@ def _address(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
 
 
+def _itself(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
 @torch.compiler.disable
 def in_dtype(run: Callable[[], Any], dtype: torch.dtype | None, draws: Sequence[torch.Tensor] = ()) -> Any:
     """Call a program with all it computes in another dtype, or with nothing but large products computed otherwise.
@@ -337,7 +341,7 @@ def in_dtype(run: Callable[[], Any], dtype: torch.dtype | None, draws: Sequence[
     """
     try:
         with Computing(dtype, draws):
-            return run()
+            return tree_map(_itself, run())  # what stands for a product or a sum is written out
     except _Lazy:
         with Computing(dtype, draws, lazy=False):
             return run()

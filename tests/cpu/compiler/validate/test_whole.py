@@ -490,6 +490,11 @@ def test_sums_of_parts_are_written_out_where_they_are_read():
         y.register_hook(lambda g: seen.append(g.clone()) or g * 2)
         z = y[0, 1] + y[1, -2] * y[:, 2:4].sum((0, 1)) + y[:, ::2].sum((0, 1)) + y[..., -1:].sum() + y[2, :0].sum()
         z = z + y.sum((0, 1)) + y[:, 0].sum(0)
-        return [z.detach(), *torch.autograd.grad(z.sum() + x[1].exp().sum(), x), *seen]
+        return [
+            z.detach(),
+            *torch.autograd.grad(z.sum() + x[1].exp().sum(), x),
+            *torch.autograd.grad(x[1].sum(), x),
+            *seen,
+        ]
 
     assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(in_dtype(run, torch.float64), run(), strict=True))
