@@ -36,11 +36,6 @@ REASONS = {
         "the state is kept as the real and imaginary parts of complex numbers",
         "Carry the complex tensor itself, and take torch.view_as_real of it only for what a step returns.",
     ),
-    "decay-gradient": (
-        "in training, a rewrite would divide by log decays, and lose the gradients of small ones",
-        "Compute the log decays in the compiled function, as -softplus(a), logsigmoid(a) or -exp(a): where they are "
-        "small, their gradients are small.",
-    ),
     "decay-sign": (
         "in training, a state that is read and corrected is multiplied by what may be negative",
         "Compute the decay in the compiled function, as torch.exp(g) or torch.sigmoid(a).",

@@ -16,30 +16,29 @@ from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from operator import getitem
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from ...ops.torch.registry import Operation
 from ..ir.builder import Builder, same_strides, sort_topologically
 from ..ir.contract import Operand, contract, lay_out, multiply, operand
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
-from ..ir.operators import HEADS
+from ..ir.operators import HEADS, RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
-from ..ir.source import located
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, ScanForm, read_scan, read_states, require, with_label
 from ..recurrence.duality import FORGETS, divisor, step_limits
 from ..recurrence.narrowing import narrow_after, narrowed_later
 from ..recurrence.signs import fades, sign
-from ..recurrence.vectorize import described
-from ..refusals import Refusal
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
-def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite | Refusal]:
+def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace chunked scans by ``ssd``: their outputs and their last states."""
     if is_training(graph):
         return
@@ -53,9 +52,6 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
                 yield from _replace(root, read_scan(within, across), wanted)
             except NotAScan:
                 continue
-            except Refusal as reason:
-                yield reason
-                break
             sort_topologically(graph)  # the last state may have been read before the outputs
             graph.eliminate_dead_code()
             break
@@ -108,10 +104,12 @@ class _Operands:
     B: Product
     C: Product
     free: bool
-    """Whether x has no step size in common with the decay: ``dt`` is the log decay, and x is to be divided by it."""
+    """Whether x has no step size in common with the decay: ``dt`` is the log decay."""
+    exact: bool
+    """Whether x can be divided by that: its reciprocal is finite, and no gradient is lost."""
 
 
-def _operands(root: Node, scan: ScanForm) -> _Operands:
+def _operands(scan: ScanForm, kind: torch.dtype) -> _Operands:
     """Divide the factors among the arguments, taking the step size out of the log decay if x has it, too."""
     time, summed = set(resolve(scan.time)), set(resolve(scan.summed))
     steps = [factor for factor in scan.decays.factors if time & set(factor.axes())]
@@ -126,17 +124,16 @@ def _operands(root: Node, scan: ScanForm) -> _Operands:
         written.remove(same[0])
     dt, A = Product((), tuple(steps)), Product((), tuple(rates), scan.decays.scale)
     if free:
-        # x is divided by the log decay. Its gradient, a difference of large numbers, loses digits where that is small.
-        if torch.is_grad_enabled() and (lost := [step.node for step in steps if not fades(step.node)]):
-            what = f"a scan in chunks stays as it is, because its log decay {described(lost[0])} may be small"
-            raise Refusal("decay-gradient", what, *located(root))
         dt, A = scan.decays, Product((), ())
+    # The reciprocal of a small number overflows half precision; its gradient, a difference of large ones, loses digits.
+    lossy = torch.is_grad_enabled() and not all(fades(step.node) for step in steps)
     keys = [factor for factor in written if summed & set(factor.axes())]
     values = [factor for factor in written if factor not in keys]
     require(keys and values)
     return _Operands(
-        Product((), tuple(values), scan.written.scale), dt, A, Product((), tuple(keys)), scan.queries, free
-    )
+        Product((), tuple(values), scan.written.scale), dt, A, Product((), tuple(keys)), scan.queries,
+        free, not (lossy or kind == torch.float16),
+    )  # fmt: skip
 
 
 def _axes(factor: Factor) -> tuple[Label, ...]:
@@ -147,14 +144,19 @@ def _spanned(factors: Sequence[Factor]) -> set[Axis]:
     return {axis for factor in factors for axis in factor.axes()}
 
 
-def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
-    """Emit the operator and replace what it computes."""
-    given = _operands(root, scan)
-    products = (given.x, given.dt, given.A, given.B, given.C)
-    kinds = {value(factor.node).dtype for part in products for factor in part.factors}
-    require(all(torch.promote_types(kind, value(root).dtype) == value(root).dtype for kind in kinds))
-    # A reciprocal of a small log decay overflows half precision.
-    require(not (given.free and value(root).dtype == torch.float16))
+@dataclass
+class _Places:
+    """The axes of a scan, by what they are to the operator; groups are the first of the heads."""
+
+    batch: Label
+    time: Label
+    groups: Label
+    heads: Label
+    channels: Label
+    summed: Label
+
+
+def _places(scan: ScanForm, given: _Operands) -> _Places:
     outer = [axis for axis in layout(scan.y) if axis not in resolve(scan.padded)]
     read = _spanned([*given.B.factors, *given.C.factors])
     channels = tuple(axis for axis in outer if axis not in read | _spanned(scan.decays.factors))
@@ -163,50 +165,66 @@ def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Itera
     leading = set(inputs[: min((inputs.index(axis) for axis in resolve(scan.time) if axis in inputs), default=0)])
     rest = [axis for axis in outer if axis not in channels]
     batch = tuple(axis for axis in rest if axis in leading & read and axis not in _spanned(given.A.factors))
-    grouped = tuple(axis for axis in rest if axis in read and axis not in batch)
-    heads = (*grouped, *(axis for axis in rest if axis not in read))
+    groups = tuple(axis for axis in rest if axis in read and axis not in batch)
+    heads = (*groups, *(axis for axis in rest if axis not in read))
+    return _Places(batch, resolve(scan.time), groups, heads, channels, resolve(scan.summed))
 
-    build = Builder(root)
-    time, summed = resolve(scan.time), resolve(scan.summed)
-    order = [*batch, *time, *heads, *channels, *summed]
+
+def _arguments(
+    build: Builder, scan: ScanForm, given: _Operands, at: _Places, like: torch.Tensor
+) -> tuple[Operation, tuple[Any, ...], list[Label]]:
+    """Lay out what the operator takes; its name and the axes of a state, in its order, come with it."""
+    tokens = (at.batch, at.time)
+    order = [*at.batch, *at.time, *at.heads, *at.channels, *at.summed]
     x, B, C = (_multiplied(build, part, order) for part in (given.x, given.B, given.C))
     dt, A = (_multiplied(build, part, order) if part.factors else None for part in (given.dt, given.A))
-    rate = given.A.scale
-    if given.free and dt is not None:
+    rate, divided = given.A.scale, given.free and given.exact
+    if divided and dt is not None:
         steps, rate = divisor(build.call, dt.node)
         dt = Operand(steps, dt.axes)
-        if set(dt.axes) <= {*batch, *time, *grouped} and _size(summed) <= _size(channels):
+        if set(dt.axes) <= {*at.batch, *at.time, *at.groups} and _size(at.summed) <= _size(at.channels):
             B = multiply(build, B, dt, order, by=aten.div.Tensor)
         else:
             x = multiply(build, x, dt, order, by=aten.div.Tensor)
-    like = value(root)
-    operands = {
-        name: _lay(build, part, groups, number, like)
-        for name, part, groups, number in (
-            ("x", x, (batch, time, heads, channels), 1.0),
-            ("dt", dt, (batch, time, heads), given.dt.scale),
-            ("A", A, (heads,), rate),
-            ("B", B, (batch, time, grouped, summed), 1.0),
-            ("C", C, (batch, time, grouped, summed), 1.0),
-        )
-    }
-    initial = None
+    v = _lay(build, x, (*tokens, at.heads, at.channels), 1.0, like)
+    dts = _lay(build, dt, (*tokens, at.heads), given.dt.scale, like)
+    k, q = (_lay(build, part, (*tokens, at.groups, at.summed), 1.0, like) for part in (B, C))
+    operator = HEADS if divided or not given.free else RANK_ONE
+    inner = [at.channels, at.summed] if operator is HEADS else [at.summed, at.channels]
+    state, initial = [at.batch, at.heads, *inner], None
     if scan.states.initial is not None:
-        initial = _lay(build, operand(build, scan.states.initial), (batch, heads, channels, summed), 1.0, like)
-    limits = step_limits(sign(operands["dt"]))
-    result = build.call(HEADS.target, *HEADS.args(**operands, initial_state=initial, dt_limit=limits))
+        initial = _lay(build, operand(build, scan.states.initial), tuple(state), 1.0, like)
+    if operator is HEADS:
+        rates, limits = _lay(build, A, (at.heads,), rate, like), step_limits(sign(dts))
+        found = HEADS.args(x=v, dt=dts, A=rates, B=k, C=q, initial_state=initial, dt_limit=limits)
+    else:  # it corrects nothing here, and takes log decays as they are
+        g = build.call(aten.clamp_min.default, dts, FORGETS)
+        found = RANK_ONE.args(q=q, k=k, v=v, g=g, initial_state=initial, scale=1.0, erase=False)
+    return operator, found, state
+
+
+def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+    """Replace what an operator computes by its results."""
+    given = _operands(scan, value(root).dtype)
+    products = (given.x, given.dt, given.A, given.B, given.C)
+    kinds = {value(factor.node).dtype for part in products for factor in part.factors}
+    require(all(torch.promote_types(kind, value(root).dtype) == value(root).dtype for kind in kinds))
+    at, build, like = _places(scan, given), Builder(root), value(root)
+    operator, arguments, state = _arguments(build, scan, given, at, like)
+    result = build.call(operator.target, *arguments)
     y, last = (build.call(getitem, result, i) for i in (0, 1))
-    if missing := _size(resolve(scan.padded)) - _size(time):
+    if missing := _size(resolve(scan.padded)) - _size(at.time):
         y = build.call(aten.constant_pad_nd.default, y, [0, 0, 0, 0, 0, missing])
-    axes = [*batch, *resolve(scan.padded), *heads, *channels]
+    axes = [*at.batch, *resolve(scan.padded), *at.heads, *at.channels]
     y = lay_out(build, Operand(build.reshape(y, [axis.size for axis in axes]), axes), scan.y)
     y = build.restride(y, like)
-    axes = [*batch, *heads, *channels, *summed]
-    state = Operand(build.reshape(last, [axis.size for axis in axes]), axes)
-    lasts = [(node, _lay_last(build, node, state, scan.states)) for node in scan.states.lasts()]
+    axes = [axis for label in state for axis in label]
+    end = Operand(build.reshape(last, [axis.size for axis in axes]), axes)
+    lasts = [(node, _lay_last(build, node, end, scan.states)) for node in scan.states.lasts()]
 
-    detail = f"{_size(time)} tokens, {_size(heads)} heads of {_size(channels)} x {_size(summed)} as one {HEADS.name}"
-    if not lasts and (rewrite := _narrowed(build, root, y, wanted, detail, _size(time))) is not None:
+    tokens, size = _size(at.time), f"{_size(at.channels)} x {_size(at.summed)}"
+    detail = f"{tokens} tokens, {_size(at.heads)} heads of {size} as one {operator.name}"
+    if not lasts and (rewrite := _narrowed(build, root, y, wanted, detail, tokens)) is not None:
         yield rewrite
         return
     if not wanted(root.name):
@@ -222,7 +240,7 @@ def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Itera
             why="decays and products of each chunk are written out and read again",
             detail=detail,
             multilinear=False,
-            terms=_size(time),
+            terms=tokens,
             timed_alone=old is root,  # the last state falls off while the outputs are computed
             spread=0.1,
         )
