@@ -148,7 +148,7 @@ def draw_published(plt: Any, rows: list[Row]) -> Any:
         panel.plot([min(known), max(known)], [i, i], color="#e3e6eb", linewidth=4, zorder=1)
         for ms, label, colour, mark in times:
             panel.plot([ms], [i], mark, color=colour, label=label, zorder=2)
-        ratio = f"{row['ratio']:.2g}x" if row["ratio"] else "published program not run"
+        ratio = f"{float(format(row['ratio'], '.2g')):g}x" if row["ratio"] else "published program not run"
         panel.annotate(ratio, (max(known), i), xytext=(8, 0), textcoords="offset points", va="center", fontsize=7)
     _logarithmic(panel, "ms (logarithmic); the number is the published program's time over refold's")
     panel.set_xlim(right=panel.get_xlim()[1] * 3)
