@@ -560,7 +560,8 @@ def _ssd_fwd_scan_hopper_kernel(
     if initial_desc is not None:
         # A tile has room for two 16-bit copies: for one state in float32, or one in 16 bits and a gap.
         bits: gl.constexpr = initial_desc.dtype.primitive_bitwidth
-        initial_smem = seen_as(state_smem, initial_desc.layout, initial_desc.dtype, [TILES * 32 // bits, 1, P, N])
+        layout: gl.constexpr = initial_desc.layout  # Triton 3.6 hands none on that is no constant
+        initial_smem = seen_as(state_smem, layout, initial_desc.dtype, [TILES * 32 // bits, 1, P, N])
         if (pid_s == 0) | (not PASSED):
             for which in gl.static_range(TILES):
                 tile = pid_t + which
