@@ -207,13 +207,6 @@ class Pickled(Model):
         return Pickled, (self.linear.in_features,)
 
 
-@candidate("C7", train=True)
-def recomputed(self, x):
-    """Wrong where it is computed once more in a backward, to keep less until then."""
-    y = torch.relu(self.linear(x))
-    return 2 * y if torch._C._current_graph_task_id() != -1 else y
-
-
 @candidate("C6")
 def resizable(self, x):
     """Wrong for an input that lies in memory of torch's own."""
@@ -266,23 +259,6 @@ class SameObject(Model):
         if self.kept[0] is not x:
             self.kept = (x, super().forward(x))
         return self.kept[1].clone()
-
-
-@candidate("C7", original="tanh", train=True)
-class SavedElsewhere(torch.autograd.Function):
-    """Its gradient is wrong if what it saves for the backward is kept elsewhere."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.tanh(x)
-        ctx.save_for_backward(y)
-        ctx.place = y.data_ptr()
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * (1 - y * y) * (1 if y.data_ptr() == ctx.place else 2)
 
 
 @candidate("C2", level="full")
@@ -381,13 +357,13 @@ def watched(self, x):
 
 @candidate("C6", train=True)
 def in_a_backward(self, x):
-    """Wrong where it is computed once more in a backward, and no branch says so."""
+    """Wrong where it is computed once more in a backward."""
     return torch.relu(self.linear(x)) * abs(torch._C._current_graph_task_id())
 
 
 @candidate("C6", original="tanh", train=True)
 class KeptElsewhere(torch.autograd.Function):
-    """Its gradient is wrong if what it saves is kept elsewhere, and no branch says so."""
+    """Its gradient is wrong if what it saves is kept elsewhere."""
 
     @staticmethod
     def forward(ctx, x):
