@@ -16,6 +16,8 @@ WORKER = Path(__file__).with_name("judge") / "worker.py"
 # What a process may find in its environment, in addition to its private folders.
 _ENVIRONMENT = "PATH LANG LC_ALL CC CXX CUDA_HOME CUDA_PATH CUDA_VISIBLE_DEVICES LD_LIBRARY_PATH"
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # Inductor's pool of compile processes would outlive a call
+# Of glibc: what a thread frees is not kept apart for it, where it would be handed out again without being filled.
+_FILLED = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 _CAREFUL = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}  # of glibc: look, and abort
 
 # Levels of a trial with one thread: times of several differ more from call to call, so that deciding takes longer.
@@ -54,7 +56,7 @@ def _new(threads: int, careful: bool = False) -> Started:
     environment = {name: os.environ[name] for name in _ENVIRONMENT.split() if name in os.environ}
     environment |= {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "NUMBA")}
     environment |= {"USER": pwd.getpwuid(os.getuid()).pw_name}  # so that nobody reads /etc/passwd for it
-    environment |= ALONE | (_CAREFUL if careful else {})
+    environment |= ALONE | _FILLED | (_CAREFUL if careful else {})
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-I", str(WORKER), str(theirs.fileno())],

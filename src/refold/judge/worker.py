@@ -89,7 +89,8 @@ _REACH = (
 _PLAIN = (bool, int, str, float)
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
-_M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted; it cannot be 0xFF
+_M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
+_FILLS = 0x100  # beside that byte: else glibc would take 0, which stands for 0xFF, for none
 _TEXT = 2000
 _L2_SET_ASIDE = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 
@@ -508,13 +509,13 @@ class Stub:
         if not ready.hold:
             self._held.clear()
             self._hosts.clear()
-        if ready.perturb:
-            self._poison(ready.perturb)
         if self._device != "cpu":
+            if ready.perturb:
+                self._poison(ready.perturb)
             _reset_cache()
         else:
             self._leaves, self._back = (list(map(self._tensor, some)) for some in (places, back))
-            ctypes.CDLL(None).mallopt(_M_PERTURB, ready.perturb ^ 0xFF if ready.perturb else 0)
+            ctypes.CDLL(None).mallopt(_M_PERTURB, _FILLS | ready.perturb ^ 0xFF if ready.perturb else 0)
         surroundings.seed(ready.seed)
 
     def do_go(self) -> Any:
@@ -598,8 +599,8 @@ class Stub:
                 p.requires_grad_()
 
     def _poison(self, byte: int) -> None:
-        """Let memory that is allocated next hold a byte; torch, or the C library, hands out again what was freed."""
-        sizes = [1 << n for n in range(*((7, 20) if self._device == "cpu" else (9, 27))) for _ in range(4)]
+        """Let memory of the GPU that is allocated next hold a byte: torch hands out again what was freed."""
+        sizes = [1 << n for n in range(9, 27) for _ in range(4)]
         blocks = [torch.full((size,), byte, dtype=torch.uint8, device=self._device) for size in sizes]
         del blocks
 
@@ -797,7 +798,7 @@ def send(channel: socket.socket, payload: bytes) -> None:
 def _nursery(control: socket.socket) -> None:
     """Fork a process for each request of the judge, until the judge has ended."""
     sandbox = _part("sandbox")
-    for name in ("LD_PRELOAD", "MALLOC_CHECK_"):  # of this process, not of what programs start
+    for name in ("LD_PRELOAD", "MALLOC_CHECK_", "GLIBC_TUNABLES"):  # of this process, not of what programs start
         os.environ.pop(name, None)
     gc.disable()
     surroundings.before()
