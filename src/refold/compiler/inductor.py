@@ -22,7 +22,7 @@ from ..errors import first_line
 from ..ops.torch.nodes import AT_ONCE
 from .complex_values import lay_out_complex_values
 from .external_cumsum import keep_scans_external
-from .ir.fx import SizesFixed, concrete, until_fixed
+from .ir.fx import SizesFixed, concrete
 from .private import (
     CustomGraphPass,
     TraceAgain,
@@ -49,12 +49,16 @@ class Hook(CustomGraphPass):
         outcome: Names what the callback makes of any graph whose compile it does not stop.
         cached: Whether AOTAutograd's cache, which knows the graph before the pass, is asked. Where it knows the result,
             the callback is not called.
+        notes: Gets a sentence if sizes became numbers by the callback, and all began again.
     """
 
-    def __init__(self, visit: Callable[[int, Graph], None], outcome: str = "", cached: bool = False) -> None:
+    def __init__(
+        self, visit: Callable[[int, Graph], None], outcome: str = "", cached: bool = False,
+        notes: list[str] | None = None,
+    ) -> None:  # fmt: skip
         self.visit = visit
         self.outcome, self.cached = outcome, cached
-        self.notes: list[str] = []  # sizes became numbers by the callback, and all began again
+        self.notes: list[str] = [] if notes is None else notes
         self.count = 0
         self.stopped = False
         # What the callback raised otherwise: Inductor may wrap it, and it is not Inductor's failure.
@@ -157,19 +161,19 @@ def inductor_with(
     apart_from_cache = hook is not None and not hook.cached
 
     def attempt() -> Compiled:
-        if hook is not None:
-            hook.count, hook.error = 0, None
-        try:
-            return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
-        except Exception:
-            if hook is not None and isinstance(hook.error, SizesFixed):  # Inductor may have wrapped it
-                raise hook.error from None
-            raise
+        while True:
+            if hook is not None:
+                hook.count, hook.error = 0, None
+            try:
+                return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
+            except Exception:
+                if hook is None or not isinstance(hook.error, SizesFixed):  # Inductor may have wrapped it
+                    raise
+                hook.notes.append(str(hook.error))
 
-    notes = [] if hook is None else hook.notes
     with without_autograd_cache() if apart_from_cache else contextlib.nullcontext(), with_backward():
         try:
-            return until_fixed(attempt, notes)
+            return attempt()
         except Exception as error:
             if "complex" not in str(error) or (hook is not None and hook.error is not None):
                 raise
@@ -177,7 +181,7 @@ def inductor_with(
             # The first error says more. Inductor warns of complex values, which is an error where warnings are errors.
             with contextlib.suppress(Exception), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*complex")
-                return until_fixed(attempt, notes)
+                return attempt()
             raise
 
 

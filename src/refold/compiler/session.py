@@ -239,8 +239,7 @@ class GraphCompile:
             facts = [repr(self.options.choose), *(rule.digest for rule in self.options.rules)]
             facts += [node.name for node in self.gm.graph.nodes if is_made(node)]  # they are treated otherwise
             outcome = digest([*versions(), *facts, *sorted(self.record.refused), str(self.external_scans)])
-            hook = Hook(functools.partial(self._visit, pending), outcome, self.cached)
-            hook.notes = self.notes
+            hook = Hook(functools.partial(self._visit, pending), outcome, self.cached, self.notes)
             log.info("compiling graph %d", self.start.index)
             try:
                 rewritten = self.record.unjudged or any(not each.reason for each in self.judgements.found.values())

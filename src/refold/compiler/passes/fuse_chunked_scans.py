@@ -30,7 +30,7 @@ from ..ir.operators import HEADS, RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, ScanForm, read_scan, read_states, require, with_label
-from ..recurrence.duality import FORGETS, divisor, step_limits
+from ..recurrence.duality import FORGETS, divisor, step_limits, uncorrected
 from ..recurrence.narrowing import narrow_after, narrowed_later
 from ..recurrence.signs import fades, sign
 
@@ -197,9 +197,8 @@ def _arguments(
     if operator is HEADS:
         rates, limits = _lay(build, A, (at.heads,), rate, like), step_limits(sign(dts))
         found = HEADS.args(x=v, dt=dts, A=rates, B=k, C=q, initial_state=initial, dt_limit=limits)
-    else:  # it corrects nothing here, and takes log decays as they are
-        g = build.call(aten.clamp_min.default, dts, FORGETS)
-        found = RANK_ONE.args(q=q, k=k, v=v, g=g, initial_state=initial, scale=1.0, erase=False)
+    else:
+        found = uncorrected(build, q, k, v, dts, initial)
     return operator, found, state
 
 

@@ -246,16 +246,19 @@ def gated(facts: Facts) -> tuple[Node, Node] | None:
         initial = emit.permute(initial, [place - 1 for place in state_order])
         initial = emit.dense(merged(emit, merged(emit, emit.cast(initial, value(v).dtype), 1, len(tokens) - 1), 3))
     exclusive = facts.read.exclusive
-    result = emit.call(RANK_ONE.target, *RANK_ONE.args(
-        q=_next(emit, q) if exclusive else q, k=k, v=v, g=emit.call(aten.clamp_min.default, g, FORGETS),
-        initial_state=initial, scale=1.0, erase=False,
-    ))  # fmt: skip
+    result = emit.call(RANK_ONE.target, *uncorrected(emit, _next(emit, q) if exclusive else q, k, v, g, initial))
     mark_as_made(result)
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
     if exclusive:
         first = emit.call(aten.unsqueeze.default, emit.call(aten.select.int, q, 1, 0), -1)
         y = _one_later(emit, y, first, initial, -2)
     return _results(facts, (y, [*_TOKENS, *heads, *channels]), (last, state_order))
+
+
+def uncorrected(emit: Builder, q: Node, k: Node, v: Node, g: Node, initial: Node | None) -> tuple[Any, ...]:
+    """Return the arguments of a `RANK_ONE` that corrects nothing, given log decays per head or per key."""
+    g = emit.call(aten.clamp_min.default, g, FORGETS)
+    return RANK_ONE.args(q=q, k=k, v=v, g=g, initial_state=initial, scale=1.0, erase=False)
 
 
 def gated_axes(facts: Facts) -> tuple[list[int], list[int]]:
