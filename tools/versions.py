@@ -30,7 +30,12 @@ CORE = [
     "tests/cpu/compiler/test_public_recurrences.py",
 ]
 PARTS = {
-    "operators": ["tests/cpu/ops/test_contract.py", "tests/cpu/ops/test_torch_library.py"],
+    "operators": [
+        "tests/cpu/ops/test_contract.py",
+        "tests/cpu/ops/test_torch_library.py",
+        "tests/cpu/ops/test_ssd_plans.py",
+        "tests/cpu/ops/test_gluon_interpreted.py",
+    ],
     "compiler": CORE,
     "accelerate": ["tests/hf/test_layers.py", "tests/hf/test_accelerate.py"],
     "jax": ["tests/cpu/jax/test_transformations.py", "tests/cpu/jax/test_parallel.py"],
