@@ -437,6 +437,8 @@ def test_logits_of_words_whose_number_is_odd(fused, monkeypatch):
     assert len(calls) == 1
     summary.undo()
     assert type(model.lm_head) is nn.Linear
+    model.get_output_embeddings = None  # no model is asked where none is to be a graph
+    assert "lm_head" not in refold.accelerate(model, graphs=False).parts
     assert "lm_head" not in refold.accelerate(make("falcon_h1", vocab_size=96)).parts
 
 

@@ -78,12 +78,6 @@ def block(
     return _step_(mixer, x, *held, dtype=dtype, norm=norm.weight, eps=norm.variance_epsilon, onto=x)
 
 
-def is_block(kind: type) -> bool:
-    """Whether blocks of this class run the forward of one of `BLOCKS`."""
-    bases = [base for base in kind.__mro__ if base.__name__ in BLOCKS]
-    return any(shipped(base) and kind.forward is base.forward for base in bases)  # type: ignore[attr-defined]
-
-
 def ready(
     self: Any, x: Tensor, cache: Any, mask: Tensor | None, given: dict[str, Any], norm: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:

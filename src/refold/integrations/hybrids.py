@@ -60,12 +60,6 @@ ATTENTION = ("FalconH1Attention",)
 SILU = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
 
 
-def is_layer(kind: type) -> bool:
-    """Whether layers of this class run the forward of one of `FORMS`."""
-    bases = [base for base in kind.__mro__ if base.__name__ in FORMS]
-    return any(shipped(base) and kind.forward is base.forward for base in bases)  # type: ignore[attr-defined]
-
-
 def layer(
     self: Any, hidden_states: Tensor, *places: Any, attention_mask: Any = None, position_embeddings: Any = None,
     mamba_attention_mask: Any = None, **given: Any,

@@ -7,7 +7,7 @@ watches calls, and every tensor is plain. Else what the class does runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -28,6 +28,12 @@ _reading: ContextVar[Any] = ContextVar("refold_reading", default=None)
 def shipped(kind: type) -> bool:
     """Whether a class is of one of transformers' own models, whose names mean what refold knows of them."""
     return kind.__module__.startswith("transformers.models.")
+
+
+def keeps_forward(kind: type, names: Container[str]) -> bool:
+    """Whether a class has the forward of one of transformers' own classes of these names."""
+    bases = [base for base in kind.__mro__ if base.__name__ in names]
+    return any(shipped(base) and kind.forward is base.forward for base in bases)  # type: ignore[attr-defined]
 
 
 def original(module: Any) -> Any:

@@ -250,8 +250,8 @@ def _change(done: Acceleration, graphs: bool) -> None:
     model, positions, cut = done.model, done.positions, done.cut
     modules: list[tuple[str, Any]] = list(model.named_modules())
     owners = {name for name, _ in modules if any(path.startswith(f"{name}.") or not name for path in done.replaced)}
-    heads = {module.get_output_embeddings() for name, module in modules if name in owners and _generates(module)}
-    last = heads if graphs else set()
+    generating = [module for name, module in modules if graphs and name in owners and _generates(module)]
+    last = {module.get_output_embeddings() for module in generating}
     for name, module in modules:
         around = name in owners
         if name in done.replaced:
@@ -366,7 +366,11 @@ def _block(kind: Any) -> type:
     One of `decoding.BLOCKS` or `hybrids.FORMS` also reads one token by the kernels of a step where `decoding.ready`
     allows it.
     """
-    fused: Any = decoding.block if decoding.is_block(kind) else hybrids.layer if hybrids.is_layer(kind) else None
+    fused: Any = None
+    if parts.keeps_forward(kind, decoding.BLOCKS):
+        fused = decoding.block
+    elif parts.keeps_forward(kind, hybrids.FORMS):
+        fused = hybrids.layer
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         found, cut = current(), shared()
