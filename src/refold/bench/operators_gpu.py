@@ -258,12 +258,12 @@ def measure_backward(case: TimedCall, copy_rate: float) -> Row:
     def both(run: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(y(run), leaves, dy)
 
-    times = time_ms(partial(torch.autograd.grad, y(case.run), leaves, dy, retain_graph=True), 15)
+    times = percentiles(time_ms(partial(torch.autograd.grad, y(case.run), leaves, dy, retain_graph=True), 15))
     moved = dy.nbytes + 2 * sum(leaf.nbytes for leaf in leaves)
     row |= {
         "bytes": moved,
-        **percentiles(times),
-        "share_of_copy": moved / times[len(times) // 2] / copy_rate,
+        **times,
+        "share_of_copy": moved / times["median_ms"] / copy_rate,
         "both_ms": statistics.median(time_ms(both(case.run), 15)),
         "extra_gib": extra_gib(lambda: (y(case.run), dy), leaves),
     }

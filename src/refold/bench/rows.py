@@ -216,7 +216,8 @@ def store(new: Iterable[Row], results: Path) -> dict[Path, tuple[int, int, int]]
         old = {identity(row): row for row in (read(path) if path.exists() else [])}
         found, kept = dict(old), set(old)
         for row in rows:
-            key, before = identity(row), found.get(identity(row))
+            key = identity(row)
+            before = found.get(key)
             if before and (row.get("date", "") < before.get("date", "") or (measured(before) and not measured(row))):
                 continue
             found[key] = row
