@@ -69,6 +69,24 @@ def _place(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return x.to(device, dtype if x.is_floating_point() else None)
 
 
+def import_file(path: Path, name: str = "") -> Any:
+    """Import a Python file as a module of its own name, or of another one.
+
+    Raises:
+        TargetError: It is no Python file, or importing it raises something.
+    """
+    spec = importlib.util.spec_from_file_location(name or path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    if name:
+        sys.modules[name] = module
+    else:
+        sys.modules.setdefault(path.stem, module)  # a layer may have the name of a package
+    _run(str(path), "importing it", spec.loader.exec_module, module)
+    return module
+
+
 def _from_file(target: str) -> tuple[Any, Any]:
     path = Path(target)
     if path.is_dir():
@@ -77,13 +95,8 @@ def _from_file(target: str) -> tuple[Any, Any]:
         raise TargetError(f"{target or repr(target)} is neither a Python file nor package.module:factory")
     if not path.is_file():
         raise TargetError(f"{target} does not exist")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise TargetError(f"{target} cannot be read as a Python file")
-    source = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))  # as for ``python layer.py``, for all that the file imports
-    sys.modules.setdefault(path.stem, source)
-    _run(target, "importing it", spec.loader.exec_module, source)
+    source = import_file(path)
     missing = [name for name in ("Model", "get_inputs") if not hasattr(source, name)]
     if missing:
         raise TargetError(

@@ -34,7 +34,7 @@ from refold.bench import (
 from refold.bench.contest import contest, times_ms
 from refold.bench.recurrences import medians_ms, recurrences
 from refold.cli import app
-from refold.errors import ArgumentError, CapacityError, MissingDependency
+from refold.errors import ArgumentError, CapacityError, MissingDependency, TargetError
 from refold.generate.torch import Generator
 from refold.models import counts
 from refold.models.checkpoint import random_params
@@ -718,3 +718,6 @@ def test_a_published_program_that_lacks_a_package_says_which(tmp_path):
     (tmp_path / "program.py").write_text("import no_such_package\n")
     with pytest.raises(MissingDependency, match="needs no_such_package, which is not installed"):
         source(str(tmp_path / "program.py"))
+    (tmp_path / "page.html").write_text("no program")
+    with pytest.raises(TargetError, match=r"page.html is no Python file"):
+        source(str(tmp_path / "page.html"))

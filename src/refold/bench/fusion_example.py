@@ -12,11 +12,9 @@ of these.
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 import refold
 
-from ..errors import ArgumentError, DeviceError, MissingDependency, first_line
+from ..errors import ArgumentError, DeviceError, MissingDependency, TargetError, first_line
+from ..targets import import_file
 from ..verify.memory import peak_bytes
 from ..verify.profile import longest, profiling, take
 from .contest import contest
@@ -35,24 +34,25 @@ from .rows import Row
 VOCABULARY = 16384
 
 
-def source(file: str) -> ModuleType:
+def source(file: str) -> Any:
     """Import a file with ``Model`` and ``get_inputs``.
 
     Raises:
         ArgumentError: There is no such file.
         MissingDependency: It imports a package that is not installed.
+        TargetError: It is no Python file, or raises something else.
     """
     if not Path(file).is_file():
         raise ArgumentError(f"{file} is not a file. Run in the root of the repository, or give --set file=PATH")
-    spec: Any = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
+        return import_file(Path(file))
+    except TargetError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
+        name = error.__cause__.name
         raise MissingDependency(
-            f"{file} needs {error.name}, which is not installed. Install it: pip install {error.name}"
+            f"{file} needs {name}, which is not installed. Install it: pip install {name}"
         ) from error
-    return module
 
 
 def fusion_example(

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import importlib.util
 import json
 import operator
 import shutil
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +26,7 @@ from ..compiler.private import tree_leaves, tree_map
 from ..doctor import installed
 from ..errors import ArgumentError, TargetError, warn
 from ..judge import source
+from ..targets import import_file
 from ..verify import roundoff
 from .loop import COMPUTING, NAMES
 
@@ -275,15 +274,7 @@ def _check_free(path: Path) -> None:
 
 def _import(path: Path) -> Any:
     name = f"refold_applied_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise TargetError(f"{path} cannot be imported")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise TargetError(f"{path}: importing it raised {type(error).__name__}: {error}") from error
-    return module
+    return import_file(path, name)
 
 
 def _share(module: torch.nn.Module, replacement: torch.nn.Module) -> None:
