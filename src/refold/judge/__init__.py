@@ -28,7 +28,7 @@ from .program import program as program
 from .program import source as source
 from .results import leaves
 from .sides import Tensors
-from .terms import LEVELS
+from .terms import DTYPES, LEVELS
 from .terms import Terms as Terms
 from .terms import threads as threads
 from .trial import decide as decide
@@ -135,13 +135,12 @@ def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[d
     if answer is None:
         raise TargetError(f"{original.name} does not define get_inputs()")
     drawn = answer.tensors
-    floats = ("float16", "bfloat16", "float32", "float64")
 
     def described(leaf: Any) -> dict[str, Any]:
         if "tensor" not in leaf:
             return {"value": leaf.get("value")}
         m = drawn[leaf["tensor"]]
-        return {"shape": m.shape, "dtype": terms.dtype if m.dtype in floats else m.dtype}
+        return {"shape": m.shape, "dtype": terms.dtype if m.dtype in DTYPES else m.dtype}
 
     return list(map(described, leaves(answer.tree)))
 

@@ -11,8 +11,9 @@ from ..early import SINGLE
 from ..errors import ArgumentError
 from ..verify.timing import LOOKS
 
+DTYPES = ("float32", "float16", "bfloat16", "float64")
 _CHOICES = {
-    "dtype": ("float32", "float16", "bfloat16", "float64"),
+    "dtype": DTYPES,
     "device": ("cpu", "cuda"),
     "accept": ("faster", "right"),
     "rival": ("best", "eager"),

@@ -106,8 +106,7 @@ def call(
     if use == "in a backward":
         return _in_a_backward(lambda: program(*args), train)
     if use in ("jvp", "vjp"):
-        found = _derivatives(use, program, build, leaves, seed)
-        return found if train else found[0]
+        return _derivatives(use, program, build, leaves, train, seed)
     if use == "vmap":
         rng, some = random.Random(seed), [index for index, t in enumerate(leaves) if _real(t)]
         alone = rng.choice(some) if len(some) > 1 else -1
@@ -164,8 +163,8 @@ def _real(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _derivatives(use: str, program: Any, build: Build, leaves: list[torch.Tensor], seed: int) -> Any:
-    """Return results, and derivatives along a random direction, in forward mode or in reverse mode."""
+def _derivatives(use: str, program: Any, build: Build, leaves: list[torch.Tensor], train: bool, seed: int) -> Any:
+    """Return results, in training with derivatives along a random direction, in forward mode or in reverse mode."""
     g = torch.Generator().manual_seed(seed)
     at = [index for index, t in enumerate(leaves) if _real(t)]
 
@@ -180,6 +179,8 @@ def _derivatives(use: str, program: Any, build: Build, leaves: list[torch.Tensor
     if use == "jvp":
         return torch.func.jvp(function, some, along(some))
     results, back, *_ = torch.func.vjp(function, *some)
+    if not train:
+        return results
     return results, back(noise(results, g) if isinstance(results, torch.Tensor) else along(results))
 
 

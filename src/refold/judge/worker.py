@@ -800,10 +800,7 @@ def _nursery(control: socket.socket) -> None:
     sandbox = _part("sandbox")
     for name in ("LD_PRELOAD", "MALLOC_CHECK_", "GLIBC_TUNABLES"):  # of this process, not of what programs start
         os.environ.pop(name, None)
-    gc.disable()
     surroundings.before()
-    gc.freeze()  # of what is here by now, forked processes collect nothing
-    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     # Orphans of a candidate become children of this process, where the judge can count them.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -817,6 +814,7 @@ def _nursery(control: socket.socket) -> None:
                 importlib.import_module(name)
         if request.compiler:
             private.warm_compiler()
+        gc.freeze()  # of what is here by now, forked processes collect nothing
         if os.fork() == 0:
             control.close()
             _born(request, socket.socket(fileno=handles[0]), handles[1], sandbox)

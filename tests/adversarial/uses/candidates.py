@@ -379,20 +379,12 @@ class KeptElsewhere(torch.autograd.Function):
 
 
 @candidate("C6", original="tanh", train=True)
-class OtherThread(torch.autograd.Function):
+def other_thread(self, x):
     """Its gradient is wrong in another thread than that of its forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.tanh(x)
-        ctx.save_for_backward(y)
-        ctx.here = threading.get_ident()
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return g * (1 - y * y) * min(2, max(1, abs(threading.get_ident() - ctx.here)))
+    here, z = threading.get_ident(), x * 1
+    if z.requires_grad:
+        z.register_hook(lambda g: g * min(2, max(1, abs(threading.get_ident() - here))))
+    return torch.tanh(z)
 
 
 @candidate("C6")

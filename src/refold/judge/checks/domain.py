@@ -21,11 +21,11 @@ from ..process import Call, Result
 from ..results import alike, judged, rms, unlike
 from ..shared import needed
 from ..sides import ROWS, Tensors
+from ..terms import DTYPES
 
 DISCRETE = 4096  # integers and truth values among results that are compared,
 MORE = 200  # in so many more calls at most
 TWINS = 6  # pairs of arguments for which one tensor is given
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 
 
