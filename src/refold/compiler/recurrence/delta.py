@@ -7,7 +7,7 @@ one product is the decayed state, one contracts the state along the keys, and al
 written: all that reads them must contract them, after the step. Two things may be otherwise, as in RWKV-7: what is
 contracted may be the state before its decay, and x may be written under other keys than what was read. The map may be
 one matrix, S (D - b r kᵀ), if D is known to be diagonal. A step may be several such maps, one after the other
-(DeltaProduct).
+(DeltaProduct). Where a mask says so, a step may leave the state as it is.
 
 Shapes. A state has axes in any order: those of the keys (n), of the values (p), which only x runs along, and others.
 Source: Yang, Kautz & Hatamizadeh 2024 (arXiv:2412.06464), section 3.
@@ -121,6 +121,7 @@ class RankOne:
         early: Whether r reads the state before it decays.
         under: The keys that x is written under; None if they are k.
         earlier: The delta rules of the step before this one, which reads what they leave.
+        mask: A mask, and whether steps are taken where it is true, or where it is false; None if all are.
     """
 
     state: Node
@@ -136,6 +137,7 @@ class RankOne:
     early: bool = False
     under: Weighted | None = None
     earlier: tuple[RankOne, ...] = ()
+    mask: tuple[Weighted, bool] | None = None
 
     @property
     def rules(self) -> tuple[RankOne, ...]:
@@ -150,14 +152,15 @@ class RankOne:
 
 def read_rank_one(graph: Graph, state: Node, new: Node) -> RankOne | None:
     """Read a step's new state as the delta rule of its old one; None if it is something else."""
-    while new.target in _COPIES:
-        new = new.args[0]  # type: ignore[assignment]
+    new = _original(new)
     alike = is_tensor(state) and is_tensor(new) and value(new).shape == value(state).shape
     if not (alike and value(new).is_floating_point()):
         return None
     try:
-        values = _Values(graph)
-        step = _read(values, state, new, downstream(state)) or _in_a_row(values, graph, state, new)
+        values, dependent = _Values(graph), downstream(state)
+        inner, mask = _unmasked(values, state, new, dependent)
+        step = _read(values, state, inner, dependent) or _in_a_row(values, graph, state, inner)
+        step = replace(step, new=new, mask=mask, earlier=tuple(replace(rule, mask=mask) for rule in step.earlier))
         queries, hidden = list[Query](), downstream(new) - {new}
         for node in graph.nodes:
             if node in hidden and (query := _query(values, node, new, step.n)) is not None:
@@ -166,6 +169,34 @@ def read_rank_one(graph: Graph, state: Node, new: Node) -> RankOne | None:
         return _with_values(replace(step, queries=tuple(queries)))
     except _Other:
         return None
+
+
+def _original(node: Any) -> Any:
+    """Follow a node through copies."""
+    while isinstance(node, Node) and node.target in _COPIES:
+        node = node.args[0]
+    return node
+
+
+def _unmasked(
+    values: _Values, state: Node, new: Node, dependent: set[Node]
+) -> tuple[Node, tuple[Weighted, bool] | None]:
+    """Read what a mask chooses where it does not keep the state, and the mask; all of a step that has none."""
+    if new.target is not aten.where.self:
+        return new, None
+    mask, *sides = map(_original, new.args)
+    if state not in sides or mask in dependent or value(mask).dtype != torch.bool:
+        raise _Other
+    taken = sides[0] is not state
+    inner = sides[0 if taken else 1]
+    while mask.target in (aten.bitwise_not.default, aten.logical_not.default):
+        mask, taken = _original(mask.args[0]), not taken
+    chosen = index(mask)
+    labels = enumerate(map(resolve, chosen.labels), value(state).dim() - len(chosen.labels))
+    where = {axis: place for place, label in labels for axis in label}
+    if not is_tensor(inner) or value(inner).dtype != value(new).dtype or len(set(where.values())) < len(where):
+        raise _Other
+    return inner, (values.parts(chosen, None, where), taken)
 
 
 def _read(values: _Values, state: Node, new: Node, dependent: set[Node]) -> RankOne | None:
@@ -234,6 +265,10 @@ def _with_values(step: RankOne) -> RankOne:
     """Choose the axis of the values: all but inputs are the same along it."""
     keys = (*(rule.keys for rule in step.rules), *filter(None, [step.under]))
     read = [term for rule in step.rules for term in (rule.decay, rule.reads, rule.beta)]
+    if step.mask is not None:
+        read.append(step.mask[0])
+        if step.mask[0].along(step.n):
+            raise _Other  # another decay for each key
     read += [*keys, *(query.factors for query in step.queries)]
     inputs = [term for rule in step.rules for term in rule.inputs]
     used, written = ({x for term in terms for part in term.parts for x in part.places} for terms in (read, inputs))

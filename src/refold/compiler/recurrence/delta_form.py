@@ -100,9 +100,27 @@ class Corrections:
             found.append(Placed(node, tuple(axes)))
         return found
 
-    def laid(self, parts: list[Placed], number: float, last: Sequence[int | None], like: Node | None = None) -> Node:
+    @cached_property
+    def mask(self) -> Node | None:
+        """The mask of the steps, (b, t, h); None if all are taken."""
+        mask = self.step.mask
+        return None if mask is None else self.laid(self.terms(mask[0]), 1.0, [], dtype=torch.bool)
+
+    def taken(self, x: Any, other: float = 0.0) -> Any:
+        """Put a number in place of x, (b, t, h) or with one more axis, at steps that are not taken."""
+        mask, given = self.mask, self.step.mask
+        if x is None or mask is None or given is None:
+            return x
+        mask = self.emit.call(aten.unsqueeze.default, mask, -1) if value(x).dim() > value(mask).dim() else mask
+        number = self.emit.full(other, x)
+        return self.emit.call(aten.where.self, mask, *((x, number) if given[1] else (number, x)))
+
+    def laid(
+        self, parts: list[Placed], number: float, last: Sequence[int | None], like: Node | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Node:  # fmt: skip
         """Return a product as the operator takes it, (b, t, h) and the last axes."""
-        emit, dtype = self.emit, value(self.step.new).dtype
+        emit, dtype = self.emit, dtype or value(self.step.new).dtype
         parts = [Placed(emit.cast(term.node, dtype), term.state_axes) for term in parts]
         x = lay(emit, parts, [*self.rows, *last], self.shape, number, like)
         assert x is not None  # the axes of each were looked at
@@ -133,7 +151,7 @@ def rank_one(facts: Corrections) -> tuple[dict[Node, Node], Node]:
         start = emit.permute(facts.initial, [axis - 1 for axis in state_order if axis is not None])
         start = emit.reshape(start, [1 if axis is None else facts.shape[axis] for axis in state_order])
         given["initial_state"] = emit.dense(merged(emit, start, 1, len(facts.rows) - 1))
-    under = None if step.under is None else facts.laid(facts.terms(step.under), 1.0, [n])
+    under = None if step.under is None else facts.taken(facts.laid(facts.terms(step.under), 1.0, [n]))
     tokens = Tokens(emit, facts.count, step.early, _times(emit, under, signs), earlier)
     given = tokens.arguments(given)
     found, last = dict[Node, Node](), None
@@ -164,7 +182,7 @@ def _arguments(facts: Corrections) -> dict[str, Any]:
         given["beta"] = facts.laid(facts.terms(step.beta), 1.0, [])
     if (step.reads.number, Counter(step.reads.parts)) != (1.0, Counter(step.keys.parts)):
         given["r"] = facts.laid(facts.terms(step.reads), step.reads.number, [n])
-    return given
+    return {name: facts.taken(x) for name, x in given.items()}
 
 
 def _signs(facts: Corrections) -> tuple[Node, Node]:
@@ -174,7 +192,7 @@ def _signs(facts: Corrections) -> tuple[Node, Node]:
     """
     emit, (_, factors) = facts.emit, facts.decay
     x = facts.laid(factors, 1.0, [facts.key if any(facts.key in term.spans() for term in factors) else None])
-    return signs_of(emit, x)
+    return signs_of(emit, facts.taken(x, 1.0))
 
 
 def _times(emit: Builder, x: Any, signs: Node | None) -> Any:

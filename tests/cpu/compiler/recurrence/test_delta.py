@@ -420,6 +420,77 @@ def test_a_masked_state_stays(few_coupled):
     assert not agree(reset(lambda S, end: torch.where(end, 0.0, S)), *operands())
 
 
+def decayed(S, q, k, v, g, b, r):
+    S = S * g.exp()[..., None, None]
+    return S + k[..., None] * ((v - (S * k[..., None]).sum(-2)) * b[..., None])[..., None, :]
+
+
+def read_early(S, q, k, v, g, b, r):
+    """As RWKV-7."""
+    erased = (r * b[..., None])[..., None] * (S * r[..., None]).sum(-2, keepdim=True)
+    return S * (q + g[..., None]).sigmoid()[..., None] - erased + k[..., None] * v[..., None, :]
+
+
+def twice(S, q, k, v, g, b, r):
+    S = decayed(S, q, k, v, g, b, r)
+    return S + r[..., None] * (v - (S * r[..., None]).sum(-2))[..., None, :]
+
+
+def of_any_sign(S, q, k, v, g, b, r):
+    S = S * g.sin()[..., None, None]
+    return S + k[..., None] * (v - (S * k[..., None]).sum(-2))[..., None, :]
+
+
+MASKED = {
+    "new": lambda at, new, S: torch.where(at, new, S),
+    "old": lambda at, new, S: torch.where(~at, S, new),
+    "copied": lambda at, new, S: torch.where(~at.expand_as(S), S.clone(), new),
+}
+MASKS = {
+    "some": torch.rand(B, T, generator=torch.Generator().manual_seed(0)) < 0.6,
+    "per head": torch.rand(B, T, H, generator=torch.Generator().manual_seed(1)) < 0.6,
+    "same": torch.arange(T) % 3 > 0,
+    "all": torch.ones(B, T, dtype=torch.bool),
+    "none": torch.zeros(B, T, dtype=torch.bool),
+    "ends": torch.arange(T) < torch.tensor([[T], [5]]),
+}
+
+
+@each_pair(step=[decayed, read_early, twice, of_any_sign], how=[*MASKED], mask=[*MASKS], training=[False, True])
+def test_steps_that_a_mask_takes(step, how, mask, training):
+    """What is not a number in a step that is not taken ends there, as ``torch.where`` has it."""
+    taken = MASKS[mask]
+    at = taken.expand(B, T, *taken.shape[2:])[(..., *[None] * (5 - max(taken.dim(), 2)))]
+
+    def fn(*xs):
+        S, out = xs[5][:, 0, ..., None] * xs[2][:, 0, :, None], []
+        for t in range(T):
+            new = step(S, *(x[:, t] for x in xs))
+            S = MASKED[how](at[:, t], new, S)
+            out.append((S * xs[0][:, t, ..., None]).sum(-2))
+        return torch.stack(out, 1), S
+
+    given = operands()
+    assert len(agree(fn, *given, training=training)) == (1 if step is not of_any_sign or not training else 0)
+    if not training and mask != "same":
+        bad = [x.masked_fill(~at[(..., *[0] * (at.dim() - x.dim()))], torch.nan) for x in given[1:5]]
+        bad[0][:, 0], bad[1][:, 0] = given[1][:, 0], given[2][:, 0]
+        assert len(agree(fn, given[0], *bad, given[5])) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("at", [torch.arange(N)[:, None] > 2, torch.arange(P) > 1])
+def test_a_mask_within_a_state(at, few_coupled):
+    def fn(*xs):
+        S, out = xs[2].new_zeros(B, H, N, P), []
+        for t in range(T):
+            S = torch.where(at, decayed(S, *(x[:, t] for x in xs)), S)
+            out.append((S * xs[0][:, t, ..., None]).sum(-2))
+        return torch.stack(out, 1)
+
+    assert not agree(fn, *operands())
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_one_program_for_all_lengths(training):
     compiled = refold.compile(as_transformers, accept="always", verify="off", dynamic=True, strict=True, cache=False)
