@@ -27,7 +27,7 @@ from refold.parallel import Cut
 
 from ..errors import ArgumentError
 from ..models.configs import Mamba2Config
-from ..models.torch import mamba2, take_layers_apart
+from ..models.torch import mamba2, stack, take_layers_apart
 from ..models.torch.layers import embed, rms_norm
 from ..ops import timed
 from ..ops.torch import cuts
@@ -89,10 +89,10 @@ def _model(case: Task, cut: Cut | None, device: str) -> Callable[[], object]:
     params = take_layers_apart(device_params(config, torch.bfloat16, device))
     ids = torch.randint(config.vocab_size, (1, case.tokens), device=device)
     if case.kind == "forward":
-        return torch.inference_mode()(lambda: mamba2.forward(config, params, ids, group=cut)[0])
+        return torch.inference_mode()(lambda: stack.forward(config, params, ids, group=cut)[0])
     layers = [{name: a.detach().requires_grad_() for name, a in layer.items()} for layer in params["layers"]]
     weights = [a for layer in layers for a in layer.values()]
-    state = mamba2.init_state(replace(config, nlayers=1), 1, torch.bfloat16, device=device)
+    state = stack.init_state(replace(config, nlayers=1), 1, torch.bfloat16, device=device)
 
     def layer(hidden: Tensor, layer: dict[str, Tensor]) -> Tensor:
         normed = rms_norm(hidden, layer["norm"], config.norm_eps)

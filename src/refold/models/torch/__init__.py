@@ -18,7 +18,7 @@ from torch import Tensor
 
 from refold.models.checkpoint import Arrays, Params
 from refold.models.checkpoint import load_checkpoint as _load
-from refold.models.configs import Config, HybridConfig, Mamba2Config, MambaConfig
+from refold.models.configs import Config, HybridConfig
 from refold.ops.torch.devices import usable
 
 __all__ = ["load_checkpoint", "model_for", "take_layers_apart", "to_device"]
@@ -28,10 +28,9 @@ _STACKS = ("layers", "mixer", "attention")
 
 def model_for(config: Config) -> ModuleType:
     """Return the module that computes a configuration's model."""
-    from refold.models.torch import hybrid, mamba, mamba2
+    from refold.models.torch import hybrid, stack
 
-    modules: dict[type, ModuleType] = {MambaConfig: mamba, Mamba2Config: mamba2, HybridConfig: hybrid}
-    return modules[type(config)]
+    return hybrid if isinstance(config, HybridConfig) else stack
 
 
 def load_checkpoint(

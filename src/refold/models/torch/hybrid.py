@@ -51,7 +51,7 @@ def forward(
     config: HybridConfig, params: Tree, tokens: Tensor, state: Tree | None = None, *,
     lengths: Sequence[int] | None = None, kind: str = "last", chunk_size: int | None = None, group: Any = None,
 ) -> tuple[Tensor, Tree]:  # fmt: skip
-    """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
+    """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``stack.forward``."""
     c = config
     rows = Rows.of(tokens, lengths, None if group is None else told(group, tokens))
     if state is None:
@@ -84,7 +84,7 @@ def forward(
 
 
 def step_(config: HybridConfig, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None) -> Tensor:
-    """Read one token per row; the cache must have room. Arguments and results as in ``mamba2.step_``."""
+    """Read one token per row; the cache must have room. Arguments and results as in ``stack.step_``."""
     c = config
     hidden = embed(params, token) * c.embedding_multiplier
     seen = {"mixer": 0, "attention": 0}

@@ -1,74 +1,17 @@
-"""Mamba-2: a stack of equal layers.
-
-A layer is ``h + out_proj(norm(ssd(conv(in_proj(norm(h)))), gate))``. Weights and matrix products have the dtype of the
-parameters; step sizes, decays, norms and the residual stream are float32.
-"""
+"""The mixer of Mamba-2: ``out_proj(norm(ssd(conv(in_proj(u)))), gate)``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from refold import ops
-from refold.models.configs import Mamba2Config, Mixer2Config
+from refold.models.configs import Mixer2Config
 from refold.models.torch import steps
 from refold.models.torch.heads import enter, leave
-from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, linear, output, wide
-
-
-def forward(
-    config: Mamba2Config, params: Tree, tokens: Tensor, state: Tree | None = None, *,
-    lengths: Sequence[int] | None = None, kind: str = "last", chunk_size: int | None = None, group: Any = None,
-) -> tuple[Tensor, Tree]:  # fmt: skip
-    """Read ``tokens (b, t)`` on top of ``state``.
-
-    Args:
-        config: The model.
-        params: Parameters with separate layers: see ``refold.models.torch``.
-        tokens: Token ids; rows shorter than ``t`` are padded on the right with any id.
-        state: State to go on from; None begins afresh.
-        lengths: Tokens of each row that are no padding, on the host; None when all are. Padding costs nothing: rows of
-            several lengths are read as one pack.
-        kind: ``last``, ``all`` or ``hidden``: see ``layers.output``.
-        chunk_size: Chunk of the scan; None picks the device's.
-        group: What shares the tokens, as `refold.ops.ssd` takes it: each rank passes its own, without ``lengths``.
-
-    Returns:
-        Logits or hidden states, and the state after each row's last token. With a group, these are logits of the rank's
-        tokens, and every rank has the state after the last token of all, without a gradient.
-
-    Raises:
-        ArgumentError: There are ``lengths`` and a group.
-    """
-    rows = Rows.of(tokens, lengths, group)
-    if state is None:
-        state = init_state(config, rows.batch, params["embedding"].dtype, device=tokens.device)
-    hidden, mixed = embed(params, rows.tokens), None
-    windows, states = [], []
-    for weights, window, ssm in zip(params["layers"], state["conv"], state["ssm"], strict=True):
-        hidden, normed = add_norm(hidden, mixed, weights["norm"], config.norm_eps)
-        mixed, window, ssm = mixer(config.mixer, weights, normed, window, ssm, rows.offsets, chunk_size, group)
-        windows.append(window)
-        states.append(ssm)
-    _, normed = add_norm(hidden, mixed, params["norm"], config.norm_eps)
-    return output(params, normed, rows, kind), rows.after(state, conv=torch.stack(windows), ssm=torch.stack(states))
-
-
-def step_(config: Mamba2Config, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None) -> Tensor:
-    """Read one token per row, ``(b,)``, and overwrite ``state``; rows that are not ``active`` keep theirs.
-
-    Returns:
-        Logits ``(b, vocab)``.
-    """
-    hidden = embed(params, token)
-    for weights, window, ssm in zip(params["layers"], state["conv"], state["ssm"], strict=True):
-        mixer_step_(config.mixer, weights, hidden, weights["norm"], config.norm_eps, window, ssm, active)
-    state["length"] += 1 if active is None else active
-    return steps.project(hidden, params.get("head", params["embedding"]), norm=params["norm"], eps=config.norm_eps)
+from refold.models.torch.layers import Tree, linear, wide
 
 
 def mixer(
