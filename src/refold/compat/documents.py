@@ -14,6 +14,20 @@ from refold.compat.checks import shaped
 from refold.compat.slots import per_row
 
 
+def run_apart(
+    operator: Callable[..., Any], documents: Documents | None, tokens: Mapping[str, Tensor | None],
+    state: Tensor | None, **rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run an operator after a ``state`` a row; return ``y`` and the state after each row.
+
+    Documents, if there are any, do not see one another.
+    """
+    if documents is None:
+        return operator(**tokens, initial_state=state, **rest)  # type: ignore[no-any-return]
+    y, states = documents.run(operator, tokens, state, **rest)
+    return y, documents.ends(states)
+
+
 @dataclass(frozen=True)
 class Documents:
     """Where documents begin and end in a batch of b rows of t tokens, seen as one row of ``b * t`` tokens."""

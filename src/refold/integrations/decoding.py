@@ -30,31 +30,23 @@ BLOCKS = {
 any_global_hook = getattr(_modules, "_has_any_global_hook", lambda: True)  # without the name, as if there were one
 
 
-def mamba(
-    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
-    cache_params: Any = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """Forward of a Mamba-1 layer: in four launches if it is `ready`, else `mixers.mamba`."""
-    cache = cache if cache_params is None else cache_params
-    return _forward(mixers.mamba, self, hidden_states, cache, attention_mask, kwargs)
+def _forward(ordinary: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the forward of a layer: by kernels if it is `ready`, else the ordinary one."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
+        cache_params: Any = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        cache = cache if cache_params is None else cache_params
+        held = ready(self, hidden_states, cache, attention_mask, kwargs)
+        if held is None:
+            return ordinary(self, hidden_states, cache, attention_mask, **kwargs)
+        return _step_(self, hidden_states[:, 0], *held, dtype=hidden_states.dtype)
+
+    return forward
 
 
-def mamba2(
-    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
-    cache_params: Any = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """Forward of a Mamba-2 layer: in three launches if it is `ready`, else `mixers.mamba2`."""
-    cache = cache if cache_params is None else cache_params
-    return _forward(mixers.mamba2, self, hidden_states, cache, attention_mask, kwargs)
-
-
-def _forward(
-    ordinary: Callable[..., Tensor], self: Any, x: Tensor, cache: Any, mask: Tensor | None, given: dict[str, Any]
-) -> Tensor:
-    held = ready(self, x, cache, mask, given)
-    if held is None:
-        return ordinary(self, x, cache, mask, **given)
-    return _step_(self, x[:, 0], *held, dtype=x.dtype)
+mamba, mamba2 = _forward(mixers.mamba), _forward(mixers.mamba2)
 
 
 def block(

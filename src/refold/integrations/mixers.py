@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refold import ops
-from refold.compat.documents import Documents
+from refold.compat.documents import Documents, run_apart
 from refold.compat.slots import to_read
 from refold.errors import ArgumentError
 from refold.integrations.documents import current, read, shared
@@ -391,16 +391,14 @@ def _convolve(self: Any, x: Tensor, call: _Call) -> Tensor:
     conv, fused, width = self.conv1d, self.activation in ("silu", "swish"), self.conv_kernel_size
     window, documents = call.window, call.documents
     before = None if window is None else window[..., window.shape[-1] - (width - 1) :]
+    last: Any = None
     # Weights that accelerate's hooks move are there: force_accelerate_hooks has run them.
     if type(conv).forward is nn.Conv1d.forward and (_untouched(conv) or "_old_forward" in vars(conv)):
         rest: dict[str, Any] = {"weight": conv.weight.squeeze(1), "bias": conv.bias, "group": call.group}
         rest["activation"] = "silu" if fused else None
-        if documents is None:
-            y, last = ops.causal_conv1d(x, initial_state=before, **rest)
-        else:
-            y, last = documents.run(ops.causal_conv1d, {"x": x}, before, **rest)
+        y, last = run_apart(ops.causal_conv1d, documents, {"x": x}, before, **rest)
     else:
-        last, y, fused = None, _call_convolution(conv, x, before, documents, call.group), False
+        y, fused = _call_convolution(conv, x, before, documents, call.group), False
     if call.cache is not None:
         plain = documents is None and call.padding is None
         kept = x.mT if plain else _last_inputs(x, call, width)
@@ -465,11 +463,7 @@ def _scan(
         y, state = step_(**one, state=state, **parameters)  # the cache's own state
         return y[:, None], state
     parameters["group"] = call.group
-    if documents is None:
-        y, after = operator(**tokens, initial_state=state, **parameters)
-    else:
-        y, states = documents.run(operator, tokens, state, **parameters)
-        after = documents.ends(states)
+    y, after = run_apart(operator, documents, tokens, state, **parameters)
     if call.cache is not None:
         after = after if call.group is None else summed(call.group, after)
         if hasattr(call.cache, "set_linear_cache"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from refold import ops
 from refold.compat.causal_conv1d import causal_conv1d_update as update_convolution
+from refold.compat.documents import run_apart
 from refold.compat.mamba_ssm import selective_scan_fn as scan_selectively
 from refold.compat.mamba_ssm import selective_state_update as update_state
 from refold.integrations.documents import read
@@ -40,11 +41,8 @@ class causal_conv1d_fn(nn.Module):
         **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Return the convolution, ``(b, d, t)``."""
-        x, documents = hidden_states.mT, read(kwargs)
         rest: dict[str, Any] = {"weight": weight, "bias": bias, "activation": activation and "silu"}
-        if documents is not None:
-            return documents.run(ops.causal_conv1d, {"x": x}, None, **rest)[0].mT
-        return ops.causal_conv1d(x, **rest)[0].mT
+        return run_apart(ops.causal_conv1d, read(kwargs), {"x": hidden_states.mT}, None, **rest)[0].mT
 
 
 class causal_conv1d_update(nn.Module):
@@ -92,12 +90,7 @@ class mamba_chunk_scan_combined(nn.Module):
         tokens: dict[str, Any] = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": kwargs.get("z")}
         rest: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
         rest["dt_limit"] = tuple(dt_limit)
-        documents = read(kwargs)
-        if documents is None:
-            y, state = ops.ssd(**tokens, **rest, initial_state=initial_states)
-        else:
-            y, states = documents.run(ops.ssd, tokens, initial_states, **rest)
-            state = documents.ends(states)
+        y, state = run_apart(ops.ssd, read(kwargs), tokens, initial_states, **rest)
         return (y, state) if return_final_states else y
 
 
@@ -164,10 +157,5 @@ def _delta_rule(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     tokens: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    documents = read(kwargs)
-    if documents is None:
-        y, after = ops.delta_rule(**tokens, initial_state=state, normalize=normalize)
-    else:
-        y, states = documents.run(ops.delta_rule, tokens, state, normalize=normalize)
-        after = documents.ends(states)
+    y, after = run_apart(ops.delta_rule, read(kwargs), tokens, state, normalize=normalize)
     return y, after if keep else None
