@@ -25,6 +25,7 @@ from ..generate.torch import Generator
 from ..models import counts
 from ..models.checkpoint import layout, random_params
 from ..models.configs import Config, Mamba2Config, MambaConfig
+from ..verify.timing import synchronize
 from . import peers
 from .language_models import MODELS, PAST, in_turns, not_run, row, seconds
 from .options import DTYPES, check_names
@@ -56,12 +57,6 @@ def device_params(model: Config, dtype: torch.dtype, device: str) -> Any:
     return params
 
 
-def done(device: torch.device) -> None:
-    """Wait for a device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def decoder(generator: Generator, batch: int, past: int, steps: int) -> Callable[[], None]:
     """Return a call that decodes ``steps`` tokens per row after ``past`` tokens, the choice of each one included."""
     conversation = generator.read([[7] * past] * batch)
@@ -69,7 +64,7 @@ def decoder(generator: Generator, batch: int, past: int, steps: int) -> Callable
     def call() -> None:
         for _ in generator.stream(conversation, steps, stop_tokens=[]):
             pass
-        done(generator.device)
+        synchronize(generator.device)
 
     return peers.with_state_dtype(call, conversation.state["ssm"])
 
@@ -85,7 +80,7 @@ def host_decoder(generator: Generator, batch: int, past: int, steps: int) -> Cal
         for _ in range(steps):
             token = conversation.logits.argmax(-1)
             conversation.logits = model.step_(config, params, token, conversation.state, active=active)
-        done(generator.device)
+        synchronize(generator.device)
 
     return peers.with_state_dtype(call, conversation.state["ssm"])
 
@@ -96,7 +91,7 @@ def reader(generator: Generator, seqlen: int) -> Callable[[], None]:
 
     def call() -> None:
         generator.read(list(prompt))
-        done(generator.device)
+        synchronize(generator.device)
 
     return call
 

@@ -5,6 +5,7 @@ All programs of a layer share its weights.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from ..errors import DeviceError, MissingDependency
 from ..verify import Function
 from . import peers
 from .fusion_example import source
+
+
+def twin(module: Any) -> Any:
+    """Copy a module, but for its parameters and buffers, which both have."""
+    return copy.deepcopy(module, {id(one): one for one in (*module.parameters(), *module.buffers())})
 
 
 def mamba1(width: int) -> tuple[torch.nn.Module, dict[str, Function]]:
@@ -88,12 +94,8 @@ def granite_of_transformers(width: int) -> torch.nn.Module:
 def granite(width: int) -> tuple[torch.nn.Module, dict[str, Function]]:
     """Return transformers' own GraniteMoeHybridMambaLayer at granite-4.0-h-tiny's proportions, and two faster ones."""
     layer: Any = granite_of_transformers(width)
-    other = torch.nn.Module()
-    other.layer = granite_of_transformers(width)
-    for (name, weight), target in zip(layer.named_parameters(), other.layer.parameters(), strict=True):
-        owner, _, last = name.rpartition(".")
-        assert target.shape == weight.shape
-        setattr(other.layer.get_submodule(owner), last, weight)
+    other: Any = torch.nn.Module()
+    other.layer = twin(layer)
     refold.accelerate(other)
 
     def by_mamba_ssm(u: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ import refold
 from ..compat import PACKAGES
 from ..errors import ArgumentError, RefoldWarning
 from .contest import BOUND, contest
+from .layers import twin
 from .options import check_names
 from .peers import hidden
 from .progress import wanted
@@ -164,7 +165,7 @@ def _call(model: Any, x: Tensor) -> Tensor:
 
 def _accelerated(model: Any) -> Any:
     """Return an accelerated copy of a model that shares its weights; None if no layer of it can be accelerated."""
-    other = copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
+    other = twin(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RefoldWarning)
         return other if refold.accelerate(other).replaced else None

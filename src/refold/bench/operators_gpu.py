@@ -140,10 +140,10 @@ def _head(array: torch.Tensor, layouts: tuple[str, ...]) -> torch.Tensor:
     return array[tuple(slice(lengths.get(letter)) for letter in axes)]
 
 
-def time_ms(run: Callable[[], Any], count: int = 25, warmup: int = 5, cold: bool = True) -> list[float]:
+def time_ms(run: Callable[[], Any], count: int = 25, cold: bool = True) -> list[float]:
     """Return the sorted times of single calls, each after the L2 cache was overwritten if ``cold``."""
     flush = torch.empty((256 if cold else 1) << 20, dtype=torch.float32, device="cuda")
-    for _ in range(warmup):
+    for _ in range(5):  # these do not count
         run()
     events = []
     for _ in range(count):

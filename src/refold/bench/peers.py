@@ -16,6 +16,7 @@ import torch
 from ..errors import first_line
 from ..models.configs import Mamba2Config, MambaConfig
 from ..ops.timed import set_aside
+from ..ops.torch.graphs import recorders
 
 Call = Callable[[], None]
 
@@ -169,16 +170,9 @@ def with_state_dtype(call: Call, state: torch.Tensor) -> Call:
 
 def recorded(step: Call) -> Call:
     """Record a step as a CUDA graph; return what replays it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    for _ in range(2):  # compiles, and fills caches
         step()
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-    return graph.replay
+    return recorders["cuda"](step, None)[1]
 
 
 def _wait(made: torch.Tensor) -> None:
