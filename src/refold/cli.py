@@ -126,7 +126,7 @@ def optimize(
     for option, path in (("--json", json), ("--html", html), ("--trace", trace)):
         _check_writable(path, option)
     pictures = html is not None or trace is not None
-    with _stages("loading", quiet, verbose):
+    with _stages(quiet, verbose):
         torch = _torch()
         from . import targets
         from .compiler.backend import compile as refold_compile
@@ -167,7 +167,7 @@ def explain(
     """List what is wasteful in a layer, and why. Nothing is changed."""
     _check_writable(json)
     _check_writable(html, "--html")
-    with _stages("loading", quiet, verbose):
+    with _stages(quiet, verbose):
         torch = _torch()
         from . import targets
         from .compiler.backend import explain as refold_explain
@@ -232,7 +232,7 @@ def verify(
     _check_writable(trace, "--trace")
     if not str(original).endswith(".json") and (workload or trace):
         raise _Refusal("--workload and --trace go with a definition and a solution in JSON")
-    with _stages("loading", quiet, verbose):
+    with _stages(quiet, verbose):
         if sys.platform == "linux":
             from . import early
 
@@ -372,7 +372,7 @@ def _search(
         raise _Refusal("--propose needs --run FOLDER, where the record is kept")
     if ":" in target:
         raise _Refusal(f"--propose takes a Python file with Model and get_inputs(), not {target}")
-    with _stages("loading", quiet, verbose):
+    with _stages(quiet, verbose):
         _torch()
         from . import judge
         from . import propose as proposers
@@ -463,7 +463,7 @@ class _Progress(logging.Handler):
 
 
 @contextmanager
-def _stages(first: str, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
+def _stages(quiet: bool, verbose: bool) -> Iterator[None]:
     """Show progress while a command works."""
     if quiet and verbose:
         raise _Refusal("--quiet and --verbose exclude each other")
@@ -477,7 +477,7 @@ def _stages(first: str, quiet: bool = False, verbose: bool = False) -> Iterator[
         if progress.status is not None and not quiet:
             progress.status.start()
         if not quiet:
-            progress.say(first)
+            progress.say("loading")
         yield
     finally:
         if progress.status is not None:

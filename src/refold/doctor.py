@@ -20,7 +20,6 @@ from typing import Any
 
 from .engines import COMPARED, REPLACED, RUN
 from .engines.doors import version
-from .generate.cli import jax_devices
 from .versions import TESTED, is_tested, losses, tested, untested
 
 NONE = "not installed"
@@ -177,7 +176,8 @@ def _jax_elsewhere() -> str:
 
 
 def _jax() -> str:
-    found = jax_devices()
-    if found["reason"]:
-        return f"no: {found['reason']}"
-    return "yes: " + ", ".join(f"{device['kind']} ({device['platform']}:{device['id']})" for device in found["devices"])
+    if missing := _missing("jax"):
+        return missing
+    import jax
+
+    return "yes: " + ", ".join(f"{device.device_kind} ({device.platform}:{device.id})" for device in jax.devices())

@@ -1,4 +1,4 @@
-"""The ``generate`` command, and the lines of ``doctor`` about JAX: plain functions that the command line registers."""
+"""The ``generate`` command: a plain function that the command line registers."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -159,13 +159,3 @@ def _generator(framework: str | None, device: str | None) -> tuple[Any, dict[str
             raise
         raise MissingDependency(f"framework {chosen} is not installed (pip install refold[{chosen}]).") from error
     return Found, {} if device is None else {"device": device}
-
-
-def jax_devices() -> dict[str, Any]:
-    """Describe JAX for ``refold doctor``: version and devices, or why there are none."""
-    try:
-        import jax
-    except ImportError:
-        return {"version": None, "devices": [], "reason": "jax is not installed (pip install refold[jax])"}
-    devices = [{"platform": d.platform, "kind": d.device_kind, "id": d.id} for d in jax.devices()]
-    return {"version": jax.__version__, "devices": devices, "reason": None}

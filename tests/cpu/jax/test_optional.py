@@ -88,8 +88,7 @@ def test_generate_without_jax_says_what_to_install(tmp_path) -> None:
         {"jax"},
         """
 from refold.errors import MissingDependency
-from refold.generate.cli import generate_text, jax_devices
-assert jax_devices()["devices"] == []
+from refold.generate.cli import generate_text
 try:
     list(generate_text("somewhere", token_ids="1", framework="jax"))
 except MissingDependency as error:

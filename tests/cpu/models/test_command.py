@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from refold.errors import ArgumentError
-from refold.generate.cli import generate, jax_devices, read_prompt
+from refold.generate.cli import generate, read_prompt
 from refold.generate.text import Text
 from refold.generate.torch import Generator
 from refold.models.checkpoint import layout, random_params
@@ -41,10 +41,10 @@ def checkpoint(tmp_path_factory) -> Path:
     return directory
 
 
-def run(*arguments: object):
+def run(*arguments: object, charset: str = "utf-8", **given: object):
     app = typer.Typer()
     app.command()(generate)
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+    return CliRunner(charset=charset).invoke(app, [str(a) for a in arguments], **given)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -56,21 +56,8 @@ def test_token_ids(framework: str, checkpoint: Path) -> None:
 
 
 def test_text_streams_the_same_text(checkpoint: Path) -> None:
-    options = (
-        "--prompt",
-        "w1 w2 w3",
-        "--temperature",
-        1,
-        "--top-k",
-        9,
-        "--top-p",
-        0.9,
-        "--seed",
-        3,
-        "--max-new-tokens",
-        12,
-    )
-    outputs = {run(checkpoint, *options, "--every", every).output for every in (1, 5, 12)}
+    options = ["--temperature", "1", "--top-k", "9", "--top-p", "0.9", "--seed", "3", "--max-new-tokens", "12"]
+    outputs = {run(checkpoint, "--prompt", "w1 w2 w3", *options, "--every", every).output for every in (1, 5, 12)}
     assert len(outputs) == 1
     assert outputs.pop().count("w") == 12
 
@@ -85,10 +72,7 @@ def test_a_prompt_comes_from_a_file_or_from_standard_input(checkpoint: Path, tmp
     (tmp_path / "prompt.txt").write_text("w1 w2 w3")
     expected = run(checkpoint, "--prompt", "w1 w2 w3", "--max-new-tokens", 4).output
     assert run(checkpoint, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 4).output == expected
-    app = typer.Typer()
-    app.command()(generate)
-    piped = CliRunner().invoke(app, [str(checkpoint), "--prompt-file", "-", "--max-new-tokens", "4"], input="w1 w2 w3")
-    assert piped.output == expected
+    assert run(checkpoint, "--prompt-file", "-", "--max-new-tokens", 4, input="w1 w2 w3").output == expected
 
 
 @pytest.mark.parametrize(
@@ -153,9 +137,7 @@ def test_standard_input_that_is_closed(monkeypatch) -> None:
 
 def test_an_output_that_cannot_show_a_character_gets_a_question_mark(checkpoint: Path, monkeypatch) -> None:
     monkeypatch.setattr("refold.generate.cli.generate_text", lambda *a, **k: iter(["a", "é日", "b"]))
-    app = typer.Typer()
-    app.command()(generate)
-    result = CliRunner(charset="ascii").invoke(app, [str(checkpoint), "--prompt", "w1"])
+    result = run(checkpoint, "--prompt", "w1", charset="ascii")
     assert (result.exit_code, result.output) == (0, "a??b\n")
 
 
@@ -195,9 +177,3 @@ def test_of_stop_strings_that_overlap_the_one_complete_first_ends_the_text(piece
         shown += text.feed(range(begin, begin + n))
         begin += n
     assert shown == "xab"
-
-
-def test_doctor_lists_devices() -> None:
-    found = jax_devices()
-    assert found["devices"]
-    assert found["version"]
