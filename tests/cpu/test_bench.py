@@ -115,12 +115,8 @@ def test_rows_are_written_as_they_are_measured_and_compared(toy, tmp_path):
 
 def test_times_whose_percentiles_overlap_are_said_to_be_the_same():
     def row(low, high):
-        return {
-            "case": "1",
-            "median_ms": {"refold": (low + high) / 2},
-            "p20_ms": {"refold": low},
-            "p80_ms": {"refold": high},
-        }
+        times = {"median_ms": (low + high) / 2, "p20_ms": low, "p80_ms": high}
+        return {"case": "1", **{name: {"refold": ms} for name, ms in times.items()}}
 
     def verdicts(*pair):
         return [(one.which, one.verdict) for one in rows.compare([row(2.0, 3.0)], [row(*pair)])]
@@ -342,9 +338,7 @@ def test_a_value_outside_the_range_of_an_option_is_refused(suite, option, text, 
         suites.find(suite).settings({option: text})
 
 
-def test_the_options_of_what_is_stored_are_in_their_ranges():
-    for name, texts in suites.GPU:
-        suites.find(name).settings(texts)
+def test_a_limit_of_time_may_be_none():
     assert suites.find("kernelbench").settings({"total": "inf"})["total"] == float("inf")
 
 
@@ -467,10 +461,6 @@ def test_lines_that_are_no_rows_are_named(tmp_path):
     path.write_text('{"case": "1"}\n\n[1]\n')
     with pytest.raises(ArgumentError, match=r"rows.jsonl:3 is '\[1\]', not a JSON object"):
         rows.read(path)
-
-
-def test_a_file_that_is_no_text_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xb2{}")
     with pytest.raises(ArgumentError, match=r"rows\.jsonl is not text in UTF-8"):
         rows.read(path)

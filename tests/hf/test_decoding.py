@@ -245,22 +245,10 @@ def change(model, mixer, way):
     elif way == "mask":
         keywords["attention_mask"] = torch.ones(1, 1, device=DEVICE)
     elif way == "global hook":
-        handle = nn.modules.module.register_module_forward_hook(hook)
-        return _removing(handle), keywords
+        return nn.modules.module.register_module_forward_hook(hook), keywords
     elif way == "gradients":
         return torch.enable_grad(), keywords
     return nullcontext(), keywords
-
-
-class _removing:
-    def __init__(self, handle):
-        self.handle = handle
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.handle.remove()
 
 
 WAYS = (

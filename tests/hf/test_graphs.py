@@ -221,18 +221,11 @@ CHANGES = {
     "in place": lambda model: model.lm_head.weight.data.mul_(1.5),
     "data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 1.5),
     "replaced": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.detach() * 1.5)),
-    "assigned": lambda model: model.load_state_dict(
-        {k: (v * 1.1 if "norm" in k else v).clone() for k, v in model.state_dict().items()}, assign=True
-    ),
-    "loaded": lambda model: model.load_state_dict({k: v * 1.01 for k, v in model.state_dict().items()}),
     "double": lambda model: model.double(),
-    "module": lambda model: setattr(model, "lm_head", torch.nn.Linear(48, VOCAB, bias=False)),
     "forward": lambda model: setattr(model.lm_head, "forward", lambda x: x[..., :1] * torch.ones(VOCAB)),
     "hook": lambda model: model.lm_head.register_forward_hook(lambda module, args, out: out * 2),
     "training": lambda model: model.train(),
-    "configuration": lambda model: setattr(model.config, "logits_scaling", 3.0),
     "factor": lambda model: setattr(model.model.layers[0], "residual_multiplier", 2.0),
-    "eps": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
     "bias": lambda model: setattr(model.lm_head, "bias", torch.nn.Parameter(torch.arange(float(VOCAB)))),
 }
 
