@@ -310,6 +310,14 @@ _BOUNDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "hard": lambda h, x: x - torch.nn.functional.hardtanh(h + x),
 }
 
+# Bounds of carries of which each reads another one.
+_WITHIN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "relu": lambda h, x: torch.relu(h),
+    "maximum": torch.maximum,
+    "smooth": torch.logaddexp,
+    "flip": lambda h, x: torch.relu(h).flip(-1),  # so do its elements
+}
+
 
 def coupled(r: Random, captured: bool = True) -> Program:
     """Draw a captured loop with two or three carries that read one another, with a complex one, or with a maximum."""
@@ -328,6 +336,8 @@ def coupled(r: Random, captured: bool = True) -> Program:
     first = d.input(d.batch, *wide)
     d.r = Random(" ".join(["bound", *d.about]))  # of its own, so that all else that a seed names stays what it is
     bound = d.choose("bound", ["largest", *_BOUNDS]) if kind == "maximum" else "largest"
+    d.r = Random(" ".join(["within", *d.about]))
+    within = d.choose("within", [*["no"] * 3, *_WITHIN])
     d.r = r
 
     def start(xs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -338,10 +348,10 @@ def coupled(r: Random, captured: bool = True) -> Program:
         for i in range(count):
             read = carries if together else new
             total = xs[x][:, t] if i == 0 else torch.zeros_like(carries[0])
-            for j in range(count):
+            for j in range(count) if within == "no" else [(i + 1) % count]:
                 factor = xs[a][i, j] * xs[g][:, t].tanh() if varying and i == j else xs[a][i, j]
-                total = total + factor * read[j]
-            new[i] = total
+                total = total + (read[j] if within == "smooth" else factor * read[j])
+            new[i] = total if within == "no" else _WITHIN[within](total, xs[g][:, t])
         return new, new[0] - 0.5 * new[-1]
 
     def rotating(xs: Sequence[torch.Tensor], t: int, carries: Tensors) -> tuple[Tensors, torch.Tensor]:

@@ -164,6 +164,23 @@ def test_coupled_loops(r):
     assert programs.judge_captured(program).failure == "", program.about
 
 
+@pytest.mark.parametrize(
+    "bound", [torch.relu, lambda x: x.clamp(max=0.5), lambda x: torch.logaddexp(x, torch.zeros(4).to(x))]
+)
+def test_elements_that_read_one_another_within_bounds(bound):
+    """A system has no bounds: these were once left out."""
+
+    def fn(x):
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = bound(h + x[:, t]).flip(-1)
+            out.append(h)
+        return (torch.stack(out, 1),)
+
+    x = torch.randn(2, 18, 4, generator=torch.Generator().manual_seed(0))
+    assert programs.judge_captured(programs.Program(fn, [x], "")).failure == ""
+
+
 @examples(10)
 def test_states_that_are_kept_in_many_ways(r):
     program = random_states.kept(r)

@@ -190,10 +190,10 @@ class LoopVectorizer(StepAlgebra):
                 "carries-coupled",
                 f"{names} depend on one another; here up to {most} such carries are computed as one scan",
             )
-        if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
-            raise NotALoop(
-                "carries-coupled", f"{names} depend on one another, and a mask replaces some of their elements"
-            )
+        for body in bodies:
+            if isinstance(body, Affine) and (body.reset is not None or body.bounds):
+                beside = "stay within bounds" if body.bounds else "a mask replaces some of their elements"
+                raise NotALoop("carries-coupled", f"{names} depend on one another, and {beside}")
         shapes = [value(x.steps[-1]).shape for x in loops]
         if any(value(x.steps[-1]).dtype != val.dtype for x in loops) or any(
             without_ones(own) != without_ones(val.shape) for own in shapes
