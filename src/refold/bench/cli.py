@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shlex
-import sys
 import time
 import traceback
 from functools import partial
@@ -198,12 +197,3 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _text(default: object) -> str:
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
-
-
-def main() -> None:
-    """Run the command alone."""
-    try:
-        app(prog_name="python -m refold.bench")
-    except RefoldError as error:
-        typer.echo(f"refold: {error}", err=True)
-        sys.exit(2)

@@ -263,13 +263,9 @@ def test_a_replacement_that_would_not_see_its_layer_s_parameters_is_refused(tmp_
     text = MODES.replace("class Model(", "class ModelNew(")
     write(tmp_path / "original.py", MODES)
     module, _ = load(str(tmp_path / "original.py"), device="cpu", dtype="float32", seed=1)
-    kept = text.replace("        self.register", "        self.kept = [self.w]\n        self.register")
-    for wrong, source_text in ((False, text), (True, kept)):
-        write(tmp_path / "candidate.py", source_text)
-        guards = {"schema": 2, "sha256": hashlib.sha256(source_text.encode()).hexdigest(), "attribute": "ModelNew",
-                  "inputs": [{"shape": [4, 3], "dtype": "float32"}, {"value": 2}], "device": "cpu", "train": False,
-                  "dtype": "float32", "versions": {}}  # fmt: skip
-        write(tmp_path / "guards.json", json.dumps(guards))
+    held = text.replace("        self.register", "        self.kept = [self.w]\n        self.register")
+    for wrong, source_text in ((False, text), (True, held)):
+        keep(tmp_path, source_text)
         expected = pytest.raises(TargetError, match="holds parameters or buffers in other places")
         with expected if wrong else contextlib.nullcontext():
             guarded(module, tmp_path)
@@ -284,13 +280,8 @@ def test_a_replacement_is_compared_with_its_layer_at_its_first_call(tmp_path):
     assert stale.count("self.rows") > 1
     module, (x, times) = load(str(write(tmp_path / "original.py", MODES)), device="cpu", dtype="float32", seed=1)
     module.w.data += 1
-    inputs = [{"shape": list(x.shape), "dtype": "float32"}, {"value": times}]
     for wrong, source_text in ((False, text), (True, stale)):
-        write(tmp_path / "candidate.py", source_text)
-        guards = {"schema": 2, "sha256": hashlib.sha256(source_text.encode()).hexdigest(), "attribute": "ModelNew",
-                  "inputs": inputs, "device": "cpu", "train": False, "dtype": "float32",
-                  "versions": _versions()}  # fmt: skip
-        write(tmp_path / "guards.json", json.dumps(guards))
+        keep(tmp_path, source_text)
         replaced = guarded(module.eval(), tmp_path)
         expected = pytest.warns(RefoldWarning, match="did not give what the original gives")
         with torch.no_grad(), expected if wrong else contextlib.nullcontext():
@@ -298,6 +289,16 @@ def test_a_replacement_is_compared_with_its_layer_at_its_first_call(tmp_path):
         assert bool(replaced.fallbacks) == wrong
         with torch.no_grad():
             torch.testing.assert_close(replaced(x, times), module(x, times))
+
+
+def keep(folder, text):
+    """Keep a source for the inputs of MODES, as if a run had accepted it."""
+    inputs = [{"shape": [4, 3], "dtype": "float32"}, {"value": 2}]
+    guards = {"schema": 2, "sha256": hashlib.sha256(text.encode()).hexdigest(), "attribute": "ModelNew",
+              "inputs": inputs, "device": "cpu", "train": False, "dtype": "float32",
+              "versions": _versions()}  # fmt: skip
+    write(folder / "candidate.py", text)
+    write(folder / "guards.json", json.dumps(guards))
 
 
 def write(path, text):
