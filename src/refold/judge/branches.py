@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from . import tables
 from .errors import Enough, Misbehaved, Raised
-from .excuses import MADE, PLACES, Excuses, Scope, comparisons, reachable
+from .excuses import MADE, PLACES, Excuses, Scope, compared_to, comparisons, reachable
 from .messages import ERRORS, Description
 from .program import DEFINES, Program
 
@@ -31,7 +32,9 @@ _LONGEST = 40_000  # expressions and statements of a source, for which marks tak
 _MAIN = "__name__ == '__main__'"
 _MAKERS = {"ones", "zeros", "full", "empty"}  # of masks that are the same everywhere, which decide nothing
 _VALUE = ("was never true", "was never false")
+_CHOSEN = "was never chosen"
 _LOOPS, _WAITS = (ast.For, ast.AsyncFor, ast.While), (ast.Yield, ast.YieldFrom, ast.Await)
+_RAISES = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
 Marks = set[int]
 Excuse = Callable[[Marks], str]
 
@@ -268,6 +271,16 @@ def _any(*excuses: Excuse) -> Excuse:
     return lambda marks: next(filter(None, (excuse(marks) for excuse in excuses)), "")
 
 
+def _every(excuses: list[Excuse]) -> Excuse:
+    """Excuse what all of some excuses do, of which there may be more later."""
+
+    def excuse(marks: Marks) -> str:
+        found = [each(marks) for each in excuses]
+        return next(iter(found), "") * all(found)
+
+    return excuse
+
+
 def _held(node: ast.expr) -> set[str]:
     """Name the values of which a condition asks more than whether they are None."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
@@ -297,6 +310,7 @@ class _Blocks(ast.NodeTransformer):
         self._at = Scope()
         self._foreign: dict[str, int] = {}  # marks of what is asked for its place and is not of torch
         self._held: dict[str, int] = {}  # marks of what is taken for fixed and could be emptied, as a list
+        self._tables: dict[Any, list[tuple[Site, list[Excuse]]]] = {}  # by where they are written
 
     def barred(self, *value: ast.expr) -> Any:
         """Mark what must not run."""
@@ -341,12 +355,26 @@ class _Blocks(ast.NodeTransformer):
         for at, statement in enumerate(body, 1):
             self._ends = ends[at - 1] if body[at:] else outer
             waits = isinstance(statement, _LOOPS) or any(isinstance(n, _WAITS) for n in ast.walk(statement))
-            found.append(self.visit(statement))
+            new = self.visit(statement)
+            found += [new] if waits else self._passed(statement, new)
             if body[at:] and waits:
                 found += self._block(body[at:])
                 break
         self._ends = outer
         return found
+
+    def _passed(self, said: ast.stmt, new: Any) -> list[ast.stmt]:
+        """Mark that a statement came to its end, where something may catch an error that it raises."""
+        plain = isinstance(said, _RAISES) and not isinstance(said.value, (ast.Constant, type(None)))
+        if not plain or not self._facts.catches or self._at.function is None:
+            return [new]
+        began = self._site([said], ("",), _no)
+        ended = self._within(began, lambda body: self._site(body, ("never came to its end",), _no), [said])
+        first, last = (ast.copy_location(ast.Expr(self._record("ran", s.places)), said) for s in (began, ended))
+        if isinstance(said, ast.Return):
+            new.value = self._record("ran", ended.places, new.value)
+            return [first, new]
+        return [first, new, last]
 
     def _anew(self, body: list[ast.stmt], *args: Any, **options: Any) -> list[ast.stmt]:
         """Mark a block that does not go on with what follows it."""
@@ -397,6 +425,27 @@ class _Blocks(ast.NodeTransformer):
         """Mark an expression as a block."""
         site = self._site([node], ("never ran",), excuse)
         return self._record("ran", site.places, self._within(site, self.visit, node))
+
+    def _entries(self, table: Any) -> list[tuple[Site, list[Excuse]]]:
+        """Return the entries of a table, each with what may excuse that it was never chosen."""
+        entries = self._tables.setdefault(tables.span(table), [])
+        for value in () if entries else tables.values(table):
+            asks: list[Excuse] = []
+            entries.append((self._site([value], (_CHOSEN,), _every(asks)), asks))
+        return entries
+
+    def visit_Dict(self, table: Any) -> Any:
+        """Visit the entries of a table."""
+        if tables.span(table) not in self._facts.tables.places | self._tables.keys():
+            return self.generic_visit(table)
+        values = tables.values(table)
+        for at, (site, _) in enumerate(self._entries(table)):
+            site.parent = self._parent
+            values[at] = self._within(site, self.visit, values[at])
+        return table
+
+    visit_List: Any = visit_Dict
+    visit_Tuple: Any = visit_Dict
 
 
 class _Marker(_Blocks):
@@ -476,14 +525,39 @@ class _Marker(_Blocks):
         """Mark whether a part of a sum or a product is ever other than zero."""
         why, _ = self._excuse(node)
         new = self.visit(node)
-        if why or isinstance(node, (ast.Constant, ast.UnaryOp)):
-            return new
-        return self._record("number", self._site([node], ("was always zero", ""), _no, value=True).places, new)
+        constant = isinstance(getattr(node, "operand", node), ast.Constant)
+        return new if why or constant else self._other(node, new, "was always zero")
+
+    def _other(self, node: ast.expr, new: Any, wanted: str) -> Any:
+        return self._record("number", self._site([node], (wanted, ""), _no, value=True).places, new)
+
+    def _lookup(self, node: Any, table: Any, held: ast.expr, key: ast.expr, *default: ast.expr) -> Any:
+        """Mark which entry of a table is chosen, which is a branch by another name."""
+        whys = [self._excuse(each)[1] for each in compared_to(key, tables.keys(table))]
+        sites = [site for site, _ in self._entries(table)]
+        for (_, asks), why in zip(self._entries(table), whys, strict=True):
+            asks.append(why)
+        sites += [self._site([each], (_CHOSEN,), _every(whys)) for each in default]
+        places = tuple(site.places[0] for site in sites)
+
+        def visit(_: Any) -> Any:
+            others = [self._within(sites[-1], self.visit, each) for each in default]
+            return self._record("chosen", [places], self.visit(held), self.visit(key), *others)
+
+        return self._value(node, visit)
 
     visit_Compare = _value
 
     def visit_Call(self, node: ast.Call) -> Any:
         name = ast.unparse(node.func).rpartition(".")[2]
+        if looked := self._facts.tables.lookup(node):
+            return self._lookup(node, *looked)
+        if options := tables.compared(node):
+            sites = [self._site([each], (_CHOSEN,), _no) for each in options]
+            found = ast.List([self.visit(each) for each in options], ast.Load())
+            new = self._record("first", [tuple(site.places[0] for site in sites)], self.visit(node.func), found)
+            new.keywords = [self.visit(each) for each in node.keywords]
+            return new
 
         def visit(node: ast.Call) -> Any:
             if isinstance(node.func, ast.Attribute):
@@ -497,9 +571,16 @@ class _Marker(_Blocks):
         return visit(node) if name.removeprefix("new_").split("_")[0] in _MAKERS else self._value(node, visit)
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
+        if looked := self._facts.tables.lookup(node):
+            return self._lookup(node, *looked)
         if isinstance(node.value, (ast.List, ast.Tuple)) and not isinstance(node.slice, ast.Slice):
             node.slice = self._number(node.slice)  # it chooses one of some results
-        return self._value(node) if isinstance(node.ctx, ast.Load) else self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load):
+            return self.generic_visit(node)
+        new, parts = self._value(node), [node.slice, *tables.values(node.slice)]
+        if any(isinstance(n, ast.Slice) and (n.lower or n.upper) for n in parts):
+            new.args[-1] = self._other(node, new.args[-1], "was always empty")
+        return new
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         if not isinstance(node.ctx, ast.Load):
@@ -573,8 +654,10 @@ class _Marker(_Blocks):
 
     def visit_While(self, node: ast.While) -> Any:
         once, endless = isinstance(node.body[-1], (ast.Break, ast.Return)), isinstance(node.test, ast.Constant)
+        counts = any(isinstance(n, ast.AugAssign) and ast.unparse(n.target) in _held(node.test) for n in node.body)
         node.orelse, (test, why) = self._to_its_end(node), self._test(node.test, alone=not once)
-        site = None if once or endless else self._site([node.test], ("always held once",), partial(why, False))
+        free = once or endless or counts  # as a for loop does, which may have one turn
+        site = None if free else self._site([node.test], ("always held once",), partial(why, False))
         node.test = self._record("again", site.places, test) if site is not None else test
         node.body = self._anew(node.body)
         return node
@@ -608,12 +691,7 @@ class _Marker(_Blocks):
     visit_TryStar = visit_Try
 
     def visit_Match(self, node: ast.Match) -> Any:
-        ends, excuses = self._ends, [self._excuse(each)[1] for each in comparisons(node)]
-
-        def excuse(marks: Marks) -> str:
-            found = [each(marks) for each in excuses]
-            return next(iter(found), "") * all(found)
-
+        ends, excuse = self._ends, _every([self._excuse(each)[1] for each in comparisons(node)])
         node.subject = self.visit(node.subject)
         for case in node.cases:
             case.guard = case.guard and self._test(case.guard)[0]

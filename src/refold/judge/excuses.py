@@ -19,6 +19,7 @@ import torch
 
 from .messages import ERRORS
 from .program import DEFINES
+from .tables import Tables, span
 
 _SWALLOWS = {"suppress", "ExitStack", "AsyncExitStack", "raises", "assertRaises"}
 # What reads or sets something by a name that may be computed, and methods that say what an attribute is.
@@ -59,6 +60,7 @@ _TRAINING = re.compile(r"(\w+\.)+training")
 # What only something of torch may be asked for, if that excuses anything.
 PLACES = {"is_cuda", "is_cpu", "is_meta", "device", "dtype", "is_floating_point", "is_complex", "training"}
 MADE = "if it is made with other arguments"
+_TRIES, _WITHS = (ast.Try, ast.TryStar), (ast.With, ast.AsyncWith)
 _OFTEN = 24  # what is set more often is not known
 _BY_NAME = 1 << 16  # the place of what is given by its name alone
 Function = Any  # of ast: FunctionDef or AsyncFunctionDef; or none
@@ -109,6 +111,8 @@ class Excuses:
         from_text: Lines that make code of text, or say what is done to an object that is gone, at whatever time.
         opaque: Lines that call what is compiled.
         looks_up: Whether it may look anything up by a name that it computes.
+        tables: From which something is chosen.
+        catches: Whether an error in a function may be caught there or in another one.
     """
 
     def __init__(self, tree: ast.Module, attribute: str, given: int, train: bool):
@@ -136,9 +140,12 @@ class Excuses:
         self.looks_up = _looks_up(tree)
         self._dynamic = self.looks_up or "__dict__" in self.names or bool(_ANSWERS & self._members.keys())
         self._guards, self._conditions = _guards(tree), _conditions(tree)
+        self.tables = Tables(tree, self._only)
         exits = [f for f in self.functions.values() if f.name in ("__exit__", "__aexit__")]
         self._forgets = any(isinstance(n, ast.Return) and n.value and ast.unparse(n.value) not in ("None", "False")
                             for f in exits for n in ast.walk(f))  # errors, in a manager of its own  # fmt: skip
+        inner = [n for f in self.functions.values() for n in ast.walk(f)]
+        self.catches = any(isinstance(n, _TRIES) or (isinstance(n, _WITHS) and self.swallows(n)) for n in inner)
 
     def _walk(self, node: ast.AST, at: Scope) -> None:
         for child in ast.iter_child_nodes(node):
@@ -471,6 +478,10 @@ class Excuses:
         once = self._bound[name] == 1 and not self._changed(name)
         return once and all(v is not None and self._fixed(v) for v in set_here or [None])
 
+    def _only(self, name: str, often: int) -> bool:
+        """Say whether a name is set once and read so often, and in no other way."""
+        return self.names[name] == 1 + often and self._bound[name] <= 1 and not self._hidden(name)
+
     def _hidden(self, name: str) -> bool:
         """Say whether what is done to something of this name may not be seen."""
         return self._dynamic or name in self.strings
@@ -613,10 +624,15 @@ def comparisons(node: ast.Match) -> list[ast.expr]:
     """List comparisons of a subject that tell cases apart; none if something else does so, too."""
     parts = [n for case in node.cases for n in ast.walk(case.pattern) if isinstance(n, ast.pattern)]
     plain = all(isinstance(n, (ast.MatchValue, ast.MatchSingleton, ast.MatchOr, ast.MatchAs)) for n in parts)
-    values = [ast.Compare(node.subject, [ast.Eq()], [n.value]) for n in parts if isinstance(n, ast.MatchValue)]
+    values = compared_to(node.subject, [n.value for n in parts if isinstance(n, ast.MatchValue)])
     single = [ast.Constant(n.value) for n in parts if isinstance(n, ast.MatchSingleton)]
-    values += [ast.Compare(node.subject, [ast.Is()], [value]) for value in single]
-    return [_placed(c, node.subject) for c in values] if plain and not any(c.guard for c in node.cases) else []
+    values += compared_to(node.subject, single, ast.Is)
+    return values if plain and not any(c.guard for c in node.cases) else []
+
+
+def compared_to(node: ast.expr, values: Iterable[ast.expr], how: type[ast.cmpop] = ast.Eq) -> list[ast.expr]:
+    """List comparisons of an expression with others."""
+    return [_placed(ast.Compare(node, [how()], [value]), node) for value in values]
 
 
 def _arguments(function: Function) -> dict[str, tuple[int, ast.expr | None]]:
@@ -655,7 +671,7 @@ def _position(it: Any) -> Any:
     if isinstance(it, Scope):
         return tuple(map(_position, it))
     if isinstance(it, ast.expr):
-        return ast.unparse(it), it.lineno, it.col_offset, it.end_lineno, it.end_col_offset
+        return ast.unparse(it), span(it)
     return getattr(it, "lineno", it)
 
 

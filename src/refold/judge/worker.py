@@ -257,8 +257,11 @@ class _Recorder:
         return value
 
     def number(self, other: int, zero: int, value: Any) -> Any:
-        """Mark whether a number is zero."""
-        self._marks[zero if isinstance(value, (int, float)) and not value else other] = 1
+        """Mark whether a number is zero, or a tensor empty."""
+        with contextlib.suppress(RuntimeError):  # as of a batch in torch.func.vmap, of which nothing is known
+            one = isinstance(value, torch.Tensor) and value.numel() < 2 and value.dtype != torch.bool
+            nothing = not value.any() if one else isinstance(value, (int, float)) and not value
+            self._marks[zero if nothing else other] = 1
         return value
 
     def asked(self, foreign: int, name: str, value: Any) -> Any:
@@ -270,6 +273,23 @@ class _Recorder:
         if not (tensor or (mode and plain) or value is torch):
             self._marks[foreign] = 1
         return value
+
+    def chosen(self, places: tuple[int, ...], table: Any, key: Any, *default: Any) -> Any:
+        """Mark which entry of a table is chosen, the last for none of them, and return it."""
+        if default and key not in table:
+            self._marks[places[-1]] = 1
+            return default[0]
+        found = table[key]
+        self._marks[places[list(table).index(key) if isinstance(table, dict) else key]] = 1
+        return found
+
+    def first(self, places: tuple[int, ...], choose: Callable[..., Any], options: list[Any], **how: Any) -> Any:
+        """Choose the first, the least or the largest of some values, and mark which one it is."""
+        found = choose(options, **how)
+        chosen = found[0] if type(found) is list and found and any(found[0] is each for each in options) else found
+        for place, each in zip(places, options, strict=True):
+            self._marks[place] |= each is chosen
+        return found
 
     def kept(self, changes: int, value: Any) -> Any:
         """Mark whether what is true of a value may change while it is the same object, as of a list."""

@@ -588,3 +588,35 @@ def once(self, x):
     while left > 0:
         y, left = y / 2, 0
     return y
+
+
+@candidate("C7")
+def looked_up(self, x):
+    """A table has another answer for other shapes than those that it knows."""
+    y = torch.relu(self.linear(x))
+    table = {2: y}
+    return table.get(x.dim(), 2 * y)
+
+
+@candidate("C7")
+def largest(self, x):
+    """What is larger decides."""
+    y = torch.relu(self.linear(x))
+    return max((2, y), (x.dim(), 2 * y), key=lambda pair: pair[0])[1]
+
+
+@candidate("C7")
+def caught(self, x):
+    """What an error passes over is wrong."""
+    y = torch.relu(self.linear(x))
+    try:
+        return (x[10**7], 2 * y)[1]
+    except IndexError:
+        return y
+
+
+@candidate("C8")
+def far_rows(self, x):
+    """A part that is always empty is wrong."""
+    y = torch.relu(self.linear(x))
+    return torch.cat([y[: 10**7], -y[10**7 :]])
