@@ -14,7 +14,6 @@ families = pytest.importorskip("support.families", reason="transformers is not i
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*"),
 ]
 
 

@@ -19,8 +19,6 @@ from refold.integrations.transformers import MIXERS
 from support.families import EVERY, OTHERS, VOCAB, WIDTH, cache_name, make
 from support.products import few
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
-
 FAMILIES = tuple(name for name in EVERY if "-" not in name)
 
 

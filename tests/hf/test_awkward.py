@@ -18,10 +18,7 @@ from refold.integrations import graphs
 from support.families import VOCAB, cache_name, make
 from support.recorder import record
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*"),
-    pytest.mark.rows(6),
-]
+pytestmark = pytest.mark.rows(6)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 9}
 SAMPLED = GREEDY | {"do_sample": True}
 WAYS = [("mamba2", True), ("granitemoehybrid", True), ("falcon_h1", True), ("mamba2", False)]

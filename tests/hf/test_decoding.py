@@ -24,10 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpret_quickly()
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs interpreted, in a process of its own")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*"),
-    pytest.mark.rows(12),
-]
+pytestmark = pytest.mark.rows(12)
 SMALL = {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "n_groups": 2, "state_size": 4}
 ODD = {"use_bias": True, "use_conv_bias": False, "residual_in_fp32": False, "time_step_limit": (0.6, 0.9)}
 CASES = [  # family, rows, dtype, changes, layers that have the form

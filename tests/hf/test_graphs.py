@@ -15,7 +15,6 @@ from refold.integrations import graphs
 from support.families import NAMES, VOCAB, cache_name, make
 from support.recorder import record
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
 MIXTURES = ("jamba", "granitemoehybrid")
 WITH_ATTENTION = ("mamba2", "granitemoehybrid", "falcon_h1")
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 12}

@@ -22,8 +22,6 @@ pytestmark = [
     pytest.mark.usefixtures("without_code"),
     pytest.mark.slow,  # the second run of `make test` has code of some, and takes long to write it
     pytest.mark.filterwarnings(
-        "ignore::UserWarning:transformers.*",
-        "ignore::FutureWarning:transformers.*",
         "ignore:Dynamo detected a call to a `functools.lru_cache`",  # transformers asks for versions while traced
     ),
     pytest.mark.rows(12),

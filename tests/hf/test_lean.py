@@ -9,7 +9,6 @@ import refold
 from refold.integrations.lean import Lean
 from support.families import VOCAB, cache_name, make
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
 NAMES = ("mamba", "falcon_mamba", "mamba2")
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 12}
 

@@ -9,8 +9,6 @@ from refold.errors import ArgumentError
 from refold.integrations import attention
 from support.families import NAMES, VOCAB, cache_name, make
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
-
 HYBRIDS = tuple(name for name in NAMES if name not in ("mamba", "falcon_mamba", "mamba2"))
 LENGTHS = [5, 1, 9, 4]
 

@@ -9,8 +9,6 @@ from refold.integrations import mixers, padding
 from refold.integrations.mixers import _step_sizes
 from support.families import NAMES, VOCAB, cache_name, make
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
-
 MASKS = {
     "right": ["111111111", "111110000", "110000000", "100000000"],
     "middle": ["110110111", "101010001", "000110110", "111111111"],

@@ -4,8 +4,6 @@ import pytest
 
 from support.random_models import FAMILIES, check
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
-
 
 # one of each family; in 573, a rounding of the parameters moves gradients by a hundred roundings
 @pytest.mark.parametrize("seed", [*range(400, 403), 573, *range(404, 410)])
