@@ -5,7 +5,7 @@
 
 Kinds: graphs of views, sums and products; recurrences, unrolled; such loops as Dynamo captures them; loops whose
 carries read one another, complex ones and maxima; loops that keep states in variables, lists, dictionaries and objects;
-and layers of public code, through the whole compiler, in many modes.
+and layers of public code, as they are or changed at random, through the whole compiler, in many modes.
 No code is generated: what the compiler's passes make of a program runs operation by operation. A line is printed for
 each program that is wrong, with its kind and seed, and at the end how many were run and what was found in them. The
 exit status tells whether all were right. `tests/support/programs.py` says what is compared.
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 # Programs that a process runs before another takes its place: PyTorch keeps something of each.
 # `max_tasks_per_child` would do that, but waits forever in Python before 3.12.1.
 PROGRAMS_A_PROCESS = 800
-KINDS = ("graph", "recurrence", "captured", "coupled", "kept", "layer")
+KINDS = ("graph", "recurrence", "captured", "coupled", "kept", "layer", "changed")
 
 
 def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
@@ -40,8 +40,8 @@ def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
     torch.set_num_threads(1)
     r, about = Random(seed), ""
     try:
-        if kind == "layer":
-            about, outcome = trial.trial(r)
+        if kind in ("layer", "changed"):
+            about, outcome = trial.trial(r, changed=kind == "changed")
         elif kind == "graph":
             program = random_graphs.graph(r)
             about, outcome = program.about, programs.judge(program)

@@ -22,6 +22,7 @@ import refold
 from refold.errors import RefoldWarning
 
 from .layers import LAYERS, Sizes
+from .mutants import mutant
 from .programs import Outcome, Tensors, compared, nudged, widened
 
 MODES = (
@@ -107,12 +108,13 @@ def _transformed(mode: str, fn: Callable[..., Any], xs: Tensors) -> Callable[...
     return fn
 
 
-def trial(r: Random, name: str = "", **given: Any) -> tuple[str, Outcome]:
+def trial(r: Random, name: str = "", *, changed: bool = False, **given: Any) -> tuple[str, Outcome]:
     """Draw a layer and a way to call it, and compare what refold makes of it with eager.
 
     Args:
         r: Where from.
         name: The layer; drawn if empty.
+        changed: Whether the layer is changed at random first (`support.mutants`).
         given: ``mode``, ``dtype``, ``verify`` or ``lengths`` in place of drawn ones.
 
     Returns:
@@ -130,13 +132,14 @@ def trial(r: Random, name: str = "", **given: Any) -> tuple[str, Outcome]:
             ("mode", "dtype", "verify", "lengths", "batch"), (mode, dtype, verify, lengths, batch), strict=True
         )
     )
-    about = f"{name} {mode} {dtype} verify={verify} steps={lengths} batch={batch}"
+    layer, text = mutant(name, r) if changed else (LAYERS[name], name)
+    about = f"{text} {mode} {dtype} verify={verify} steps={lengths} batch={batch}"
     torch._dynamo.reset()
     names: list[str] = []
     sizes = r.randrange(2**30)
     compiled: Any = None
     for steps in lengths:
-        made, xs = LAYERS[name](Sizes(Random(sizes), dtype, batch, steps))
+        made, xs = layer(Sizes(Random(sizes), dtype, batch, steps))
         fn = made if compiled is None else fn  # noqa: F821  # the layer of the first length sees the others, too
         plain = _transformed(mode, fn, xs)
         exactly = mode if mode != "autocast" else "gradient"

@@ -158,6 +158,12 @@ def test_layers_of_public_code(seed):
     assert outcome.failure == "", about
 
 
+@pytest.mark.parametrize("seed", [12, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(100, 120))])
+def test_layers_that_were_changed_at_random(seed):
+    about, outcome = trial.trial(Random(seed), changed=True)
+    assert outcome.failure == "", about
+
+
 @examples(6)
 def test_coupled_loops(r):
     program = random_loops.coupled(r)
