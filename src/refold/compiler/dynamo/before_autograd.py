@@ -30,7 +30,7 @@ from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, downstream, extract, is_constant, same_strides, upstream
 from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes
-from ..ir.fx import HALF, copied_graph, is_erased, is_made, is_tensor, registers_hook, until_fixed, value
+from ..ir.fx import CONVERT, HALF, SizesFixed, copied_graph, is_erased, is_made, is_tensor, registers_hook, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
@@ -49,7 +49,6 @@ from .one_call import run_alone
 from .to_aten import environment, to_aten, twin
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 _DEVICES = ("cpu", "cuda")
 # What Dynamo itself writes into a graph for ``with torch.autocast(...)``.
 _ENTER: Any = getattr(torch.amp.autocast_mode, "_enter_autocast", None)
@@ -95,7 +94,11 @@ def find_rewrites(
         return None
 
     def read(*how: Any) -> BeforeAutograd:
-        return until_fixed(lambda: BeforeAutograd(duplicate(part), *how), notes)
+        while True:
+            try:
+                return BeforeAutograd(duplicate(part), *how)
+            except SizesFixed as fixed:
+                notes.append(str(fixed))
 
     found: BeforeAutograd | None = None
     try:
@@ -526,7 +529,7 @@ def _widen_products(graph: Graph) -> None:
                 parts = [wide(x) for x in node.args]
                 widened[node] = build.restride(build.call(node.target, *parts), value(node))
             else:
-                widened[node] = build.call(_CONVERT, node, torch.float32)
+                widened[node] = build.call(CONVERT, node, torch.float32)
         return widened[node]
 
     def wide(x: Any) -> Any:
@@ -539,7 +542,7 @@ def _widen_products(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         if value(node).dtype == torch.float32 and node not in widened.values():
             node.args = tuple(map(wide, node.args))
-    for node in graph.find_nodes(op="call_function", target=_CONVERT):
+    for node in graph.find_nodes(op="call_function", target=CONVERT):
         source: Any = node.args[0]
         if value(node).dtype == torch.float32 and value(source).dtype in HALF and widened.get(source) is not node:
             new = widen(source)

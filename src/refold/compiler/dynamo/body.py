@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ..ir.captured_loop import CapturedLoop
-from ..ir.fx import arg, is_random, is_tensor, is_zero, value
+from ..ir.fx import SCATTERS, arg, is_random, is_tensor, is_zero, value
 from ..ir.source import expression, located, name_of
 from ..private import tree_flatten, tree_leaves, tree_unflatten
 from ..recurrence.affine import Affine, Loop
@@ -31,7 +31,7 @@ from .induction_variable import InductionVariable, depends_on_iteration
 from .kept_in_place import keep
 from .one_call import Operations
 from .positions import is_plain, slice_of
-from .read_back import SCATTERS, Origin, promote
+from .read_back import Origin, promote
 from .step_arithmetic import OF_TENSORS, Counting, is_number
 from .to_aten import environment, to_aten, twin
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.fx import add_argument
-from .read_back import SCATTERS, Origin
+from ..ir.fx import SCATTERS, add_argument
+from .read_back import Origin
 
 aten = torch.ops.aten
 

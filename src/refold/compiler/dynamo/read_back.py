@@ -17,13 +17,12 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.fx import add_argument, arg, value
+from ..ir.fx import SCATTERS, add_argument, arg, value
 from .induction_variable import InductionVariable
 from .positions import is_plain, slice_of
 
 aten = torch.ops.aten
 
-SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 _READS = (aten.select.int, aten.slice.Tensor)
 # A step may read this far back.
 FARTHEST = 16

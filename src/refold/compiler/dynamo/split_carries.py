@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder, downstream, upstream
 from ..ir.coordinates import sink_moves
-from ..ir.fx import add_argument, arg, is_elementwise, is_pointwise, is_tensor, known, value
+from ..ir.fx import MATMULS, add_argument, arg, is_elementwise, is_pointwise, is_tensor, known, value
 from ..ir.moves import (
     SEVERAL,
     Cat,
@@ -288,7 +288,7 @@ class _Splitter:
 def _multiply_out_columns(graph: Graph) -> None:
     """Write products of a column and a row, which sum nothing, as elementwise ones."""
     for node in list(graph.nodes):
-        if node.target not in (aten.mm.default, aten.bmm.default) or node.kwargs:
+        if node.target not in MATMULS or node.kwargs:
             continue
         if known(value(node.args[0]).shape[-1]) == 1:
             with graph.inserting_before(node):

@@ -22,24 +22,17 @@ import torch
 
 from ...verify.memory import available_bytes
 from ..private import TorchDispatchMode, schema, tree_leaves, tree_map
-from .evaluate import BLOCK, contracted, summed_in_blocks
-from .fx import is_random
+from .evaluate import BLOCK, WIDER, contracted, summed_in_blocks
+from .fx import SUMS_OVER_AXES, is_random
 
 aten = torch.ops.aten
 
-WIDER = {
-    torch.float32: torch.float64,
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.complex64: torch.complex128,
-}
 SINGLE = {
     torch.float64: torch.float32,
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.complex128: torch.complex64,
 }
-_SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 # The gradient of a part is that part among zeros; gradients are added.
 _PARTS = (aten.select_backward.default, aten.slice_backward.default)
 _ADDS = (aten.add.Tensor, aten.add_.Tensor)
@@ -121,7 +114,7 @@ class Computing(TorchDispatchMode):
             if kind := _randomness(func, args, kwargs):
                 return self._replay(func, args, kind)
         if self.products:
-            if func in _SUMS and not kwargs.get("dtype") and (found := self._find(args[0])):
+            if func in SUMS_OVER_AXES and not kwargs.get("dtype") and (found := self._find(args[0])):
                 return self._sum(func, found, *args[1:], **kwargs)
             self._check_writes(func, (args, kwargs))
             args, kwargs = tree_map(self._written_out, (args, kwargs))

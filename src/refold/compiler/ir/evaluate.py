@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .fx import registers_hook, sum_dims
+from .fx import SUMS_OVER_AXES, registers_hook, sum_dims
 
 aten = torch.ops.aten
 
@@ -25,7 +25,6 @@ aten = torch.ops.aten
 BLOCK = 1 << 24
 # In float64 there is no rounding to imitate, and from this many elements on a product of matrices is quicker.
 WRITTEN_OUT = 1 << 16
-_SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
 @dataclass
@@ -37,11 +36,12 @@ class _Product:
 
 
 # What is computed in a type instead: all that is narrower than the reference, and what float32 is to be tried for.
+WIDER = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
 _REPLACED = {
-    torch.float64: {
-        **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
-        **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
-    },
+    torch.float64: WIDER,
     torch.float32: {torch.float64: torch.float32, torch.complex128: torch.complex64},
 }
 
@@ -139,7 +139,7 @@ def contracted(a: torch.Tensor, b: torch.Tensor, dims: Sequence[int], keepdim: b
 
 
 def _only_summed(n: Node) -> bool:
-    return bool(n.users) and all(user.target in _SUMS for user in n.users)
+    return bool(n.users) and all(user.target in SUMS_OVER_AXES for user in n.users)
 
 
 def _replaced(values: Any, dtype: torch.dtype) -> Any:

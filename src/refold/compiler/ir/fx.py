@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -16,15 +16,19 @@ from ..private import HigherOrderOperator, statically_known_true, tree_leaves
 aten = torch.ops.aten
 
 # Conversions to another dtype, and the dtypes of 16 bits.
-CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+CONVERT = torch.ops.prims.convert_element_type.default
+CASTS = (aten._to_copy.default, CONVERT)
 HALF = (torch.bfloat16, torch.float16)
-# Sums of two tensors; what gives the elements of a tensor another shape, where they lie or wherever.
+# Sums of two tensors; sums over axes; products of matrices; writes of a part; what gives the elements of a tensor
+# another shape, where they lie or wherever.
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
+SUMS_OVER_AXES = (aten.sum.dim_IntList, aten.mean.dim)
+MATMULS = (aten.mm.default, aten.bmm.default)
+SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 RESHAPES = (*VIEWS, aten.reshape.default)
 
 Size = int | torch.SymInt
-T = TypeVar("T")
 
 
 def concrete(size: Any) -> Any:
@@ -58,15 +62,6 @@ def fix(found: Iterable[Any]) -> bool:
         for symbol in size.node.expr.free_symbols:
             int(size.node.shape_env.create_symintnode(symbol, hint=None))
     return bool(symbols)
-
-
-def until_fixed(read: Callable[[], T], notes: list[str]) -> T:
-    """Call what traces and reads a graph; again where sizes became numbers meanwhile, of which the notes tell."""
-    while True:
-        try:
-            return read()
-        except SizesFixed as fixed:
-            notes.append(str(fixed))
 
 
 def place(at: Any, size: Any) -> int | None:

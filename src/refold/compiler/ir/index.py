@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .fx import arg, is_elementwise, is_tensor, same, sum_dims, value
+from .fx import MATMULS, arg, is_elementwise, is_tensor, same, sum_dims, value
 from .symbols import Axis, Label, resolve, unify
 from .views import is_view, viewed
 
@@ -131,7 +131,7 @@ def _look_through(node: Node, absorb: Callable[[Node], bool], top: bool) -> Prod
         return replace(inner, scale=-inner.scale)
     if node.target is aten.sum.dim_IntList and absorb(node):
         return sum_product(node, absorb)
-    if node.target in (aten.mm.default, aten.bmm.default) and same(value(arg(node, 0)).shape[-1], 1):
+    if node.target in MATMULS and same(value(arg(node, 0)).shape[-1], 1):
         return matmul_product(node)  # an outer product: nothing is summed
     return _push_below_repeat(node, absorb)
 
@@ -236,7 +236,7 @@ def _open(node: Node) -> Product | None:
     """Read a node as a product of something else; None if it is what it is."""
     if node.target is aten.sum.dim_IntList:
         inner = sum_product(node)
-    elif node.target in (aten.mm.default, aten.bmm.default):
+    elif node.target in MATMULS:
         inner = matmul_product(node)
     else:
         inner = index(node)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.fx import CASTS, arg, is_tensor, sum_dims, value
+from ..ir.fx import CASTS, MATMULS, arg, is_tensor, sum_dims, value
 from ..ir.moves import Cat, Pad, Slice, View
 from ..ir.moves import read as read_moves
 from ..ir.symbols import Axis, Label, resolve, unify
@@ -275,7 +275,7 @@ class _Reader:
             return self._part(node)
         if not is_tensor(node) or any(size == 0 for size in value(node).shape):
             raise _NotInGrammar
-        if target in (aten.mm.default, aten.bmm.default):
+        if target in MATMULS:
             return self._product(node)
         if target in (aten.addmm.default, aten.baddbmm.default):
             return self._added(node)

@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 
 from ..ir.builder import Builder, between, sort_topologically, upstream
 from ..ir.contract import Operand, lay_out, multiply, operand
-from ..ir.fx import HALF, SUMS, arg, is_random, is_tensor, is_training, value
+from ..ir.fx import CONVERT, HALF, SUMS, arg, is_random, is_tensor, is_training, value
 from ..ir.index import Factor, Product, expand, index
 from ..ir.operators import HEADS
 from ..ir.rewrite import Rewrite, replace_node
@@ -39,7 +39,6 @@ from ..recurrence.narrowing import narrowed_later
 from ..recurrence.segment_sums import unify_all
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def absorb_skips(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
@@ -135,7 +134,7 @@ def _followed(y: Node, labels: tuple[Label, ...]) -> tuple[Node, tuple[Label, ..
         moved: tuple[Label, ...] | None = None
         if is_view(user) and user.target is not aten.detach.default:
             moved = viewed(user, labels)
-        elif user.target is _CONVERT and _widens(user):
+        elif user.target is CONVERT and _widens(user):
             moved = labels
         elif user.target is aten.constant_pad_nd.default and filled is None and not any(user.args[2:]):
             for dim, (before, after) in padding(user).items() if len(padding(user)) == 1 else ():
@@ -187,7 +186,7 @@ def _opened(product: Product, filled: tuple[Label, Label] | None) -> Product:
 
 def _inner(node: Node) -> Product | None:
     """Read a node as a product of something else, or as what it was before it was widened; None if it is neither."""
-    if node.target is _CONVERT and _widens(node):
+    if node.target is CONVERT and _widens(node):
         narrow = index(arg(node, 0))
         return replace(narrow, through=(*narrow.through, node))
     inner = index(node)

@@ -45,8 +45,8 @@ from ..recurrence.duality import FORGETS
 from ..recurrence.scatters import position, slice_writes
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
-_MOVES = (aten.select.int, aten.slice.Tensor, _CONVERT)
+prims = torch.ops.prims
+_MOVES = (aten.select.int, aten.slice.Tensor, prims.convert_element_type.default)
 MOST = 40_000
 """How many nodes may lie between operands and outputs: some dozens for each chunk."""
 OPERANDS = 8
@@ -452,7 +452,7 @@ def _number(node: Node) -> float | None:
     """Read the number that a node multiplies its only operand by; None if it does anything else."""
     if node.target is aten.mul.Tensor and isinstance(node.args[1], int | float):
         return float(node.args[1])
-    return 1.0 if is_view(node) or node.target is _CONVERT else None
+    return 1.0 if is_view(node) or node.target is prims.convert_element_type.default else None
 
 
 def _inputs(x: Node | float | None) -> set[Node]:

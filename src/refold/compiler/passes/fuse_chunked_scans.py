@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder, same_strides, sort_topologically
 from ..ir.contract import Operand, contract, lay_out, multiply, operand
-from ..ir.fx import arg, is_tensor, is_training, value
+from ..ir.fx import CONVERT, arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
 from ..ir.operators import HEADS, RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
@@ -35,7 +35,6 @@ from ..recurrence.narrowing import narrow_after, narrowed_later
 from ..recurrence.signs import fades, sign
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
@@ -67,11 +66,11 @@ def _merge_conversions(graph: Graph) -> None:
 
     ``x * dt[..., None].float()`` and ``A * dt.float()`` have the same step size; as two conversions they differ.
     """
-    for node in graph.find_nodes(op="call_function", target=_CONVERT):
+    for node in graph.find_nodes(op="call_function", target=CONVERT):
         view = arg(node, 0)
         if view.target not in (aten.unsqueeze.default, aten.permute.default):
             continue
-        twin = next((x for x in arg(view, 0).users if x.target is _CONVERT and x.args[1] == node.args[1]), None)
+        twin = next((x for x in arg(view, 0).users if x.target is CONVERT and x.args[1] == node.args[1]), None)
         if twin is None:
             continue
         arg(view, 0).append(twin)
@@ -276,7 +275,7 @@ def _lay_last(build: Builder, node: Node, state: Operand, states: ChunkStates) -
     like = value(states.node)
     x = lay_out(build, state, Product(with_label(states.layout.labels, states.dim, ()), ()))
     if value(x).dtype != like.dtype:
-        x = build.call(torch.ops.prims.convert_element_type.default, x, like.dtype)
+        x = build.call(CONVERT, x, like.dtype)
     return _last_of(build, x, node, states)
 
 
@@ -351,5 +350,5 @@ def _contract_last_state(root: Node, states: ChunkStates) -> Rewrite:
 
 
 def _exponential(build: Builder, x: Node, axes: list[Axis], dtype: torch.dtype) -> Operand:
-    narrow = build.call(torch.ops.prims.convert_element_type.default, x, dtype)
+    narrow = build.call(CONVERT, x, dtype)
     return Operand(build.reshape(build.call(aten.exp.default, narrow), [axis.size for axis in axes]), axes)

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, UnknownSize
 from ..ir.contract import Operand, contract_in_order, lay_out, least_work, operand
-from ..ir.fx import arg, concrete, same, sum_dims, value
+from ..ir.fx import MATMULS, arg, concrete, same, sum_dims, value
 from ..ir.index import Product, layout, matmul_product, sum_product
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.symbols import Axis, resolve
@@ -30,7 +30,6 @@ aten = torch.ops.aten
 
 SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default)
 _MEANS = (aten.mean.dim, aten.mean.default)
-MATMULS = (aten.mm.default, aten.bmm.default)
 # A product must shrink at least this much for an existing matmul, or a sum without one, to be redone.
 WORTHWHILE = 2
 

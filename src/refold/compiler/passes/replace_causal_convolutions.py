@@ -20,13 +20,12 @@ from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, between
 from ..ir.cost import has_pointwise_kernels
-from ..ir.fx import arg, same, value
+from ..ir.fx import CONVERT, arg, same, value
 from ..ir.operators import CONVOLUTION
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.silu import silu_argument
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
@@ -101,7 +100,7 @@ def _silus(root: Node) -> list[tuple[Node, list[int]]]:
         for user in node.users.keys() - inner:
             if user.target is aten.permute.default:
                 stack.append((user, [order[dim] for dim in arg(user, 1)]))
-            elif user.target is aten.clone.default or (user.target is _CONVERT and value(user).dtype == torch.float32):
+            elif user.target is aten.clone.default or (user.target is CONVERT and value(user).dtype == torch.float32):
                 stack.append((user, order))
             elif user not in silus:
                 return []
@@ -109,7 +108,7 @@ def _silus(root: Node) -> list[tuple[Node, list[int]]]:
             end = silu
             if value(silu).dtype != value(root).dtype:
                 (end, *others) = silu.users
-                if others or end.target is not _CONVERT or value(end).dtype != value(root).dtype:
+                if others or end.target is not CONVERT or value(end).dtype != value(root).dtype:
                     return []
             ends.append((end, order))
     places = {node: i for i, node in enumerate(root.graph.nodes)}

@@ -22,14 +22,13 @@ from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
 from ..ir.cost import has_pointwise_kernels
-from ..ir.fx import VIEWS, arg, is_tensor, same, value
+from ..ir.fx import CONVERT, VIEWS, arg, is_tensor, same, value
 from ..ir.operators import NORM
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.silu import silu_argument
 from ..ir.views import is_view
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -114,7 +113,7 @@ def _read(rsqrt: Node) -> _Norm | None:
 
 def _before_widening(node: Node) -> Node:
     """Find the node before its conversion to a wider type."""
-    while node.target is _CONVERT and value(node).dtype.itemsize > value(arg(node, 0)).dtype.itemsize:
+    while node.target is CONVERT and value(node).dtype.itemsize > value(arg(node, 0)).dtype.itemsize:
         node = arg(node, 0)
     return node
 
@@ -149,7 +148,7 @@ def _weighted(node: Node, like: torch.Tensor) -> tuple[Node, Node] | None:
                 return None
             shape = value(other[0]).shape  # type: ignore[arg-type]
             return (user, other[0]) if [*shape] == [like.shape[-1]] else None  # type: ignore[return-value]
-        if user.target is not _CONVERT and not (user.target in VIEWS and value(user).shape == like.shape):
+        if user.target is not CONVERT and not (user.target in VIEWS and value(user).shape == like.shape):
             return None
         node = user
     return None
@@ -161,7 +160,7 @@ def _product_with_silu(node: Node) -> tuple[Node, Node] | None:
         return None
     for x, gate in (node.args, node.args[::-1]):
         if is_tensor(x) and is_tensor(gate):
-            while gate.target is _CONVERT:  # type: ignore[union-attr]
+            while gate.target is CONVERT:  # type: ignore[union-attr]
                 gate = arg(gate, 0)  # type: ignore[arg-type]
             if (z := silu_argument(gate)) is not None:  # type: ignore[arg-type]
                 return x, z  # type: ignore[return-value]
@@ -172,7 +171,7 @@ def _end(node: Node) -> tuple[Node, torch.dtype]:
     """Return the node at which a result has its last dtype: the only reader of a wide one may narrow it."""
     if len(node.users) == 1:
         (user,) = node.users
-        if user.target is _CONVERT and value(user).dtype.itemsize < value(node).dtype.itemsize:
+        if user.target is CONVERT and value(user).dtype.itemsize < value(node).dtype.itemsize:
             return user, value(user).dtype
     return node, value(node).dtype
 
@@ -181,7 +180,7 @@ def _in_dtype(build: Builder, node: Node, dtype: torch.dtype) -> Node | None:
     """Return a value as it was before it was widened, moved as it was moved since; None if it was not widened."""
     if value(node).dtype == dtype:
         return node
-    if node.target is _CONVERT:
+    if node.target is CONVERT:
         return _in_dtype(build, arg(node, 0), dtype) if value(arg(node, 0)).dtype.itemsize <= dtype.itemsize else None
     if not (is_view(node) or node.target is aten.slice.Tensor):
         return None

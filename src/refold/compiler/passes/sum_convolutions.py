@@ -20,12 +20,11 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.fx import arg, sum_dims, value
+from ..ir.fx import SUMS_OVER_AXES, arg, sum_dims, value
 from ..ir.rewrite import Rewrite, replace_node
 
 aten = torch.ops.aten
 
-_SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 _SCALES = (aten.mul.Tensor, aten.div.Tensor)
 
 
@@ -46,7 +45,7 @@ class _Convolution:
 def sum_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace sums and means over axes of space of a convolution by sums of its input."""
     for root in list(graph.nodes):
-        if root.target not in _SUMS or not wanted(root.name):
+        if root.target not in SUMS_OVER_AXES or not wanted(root.name):
             continue
         found = _read(root)
         if found is None:

@@ -16,11 +16,10 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.fx import arg, same, value
+from ..ir.fx import CONVERT, arg, same, value
 from ..ir.rewrite import Rewrite, replace_node
 
 aten = torch.ops.aten
-convert = torch.ops.prims.convert_element_type.default
 
 # Wider filters reuse enough data to be better off in a library.
 WIDEST = 8
@@ -38,7 +37,7 @@ def unroll_depthwise_convolutions(graph: Graph, wanted: Callable[[str], bool]) -
         half = value(root).dtype in (torch.float16, torch.bfloat16)
 
         def wide(node: Node, build: Builder = build, half: bool = half) -> Node:
-            return build.call(convert, node, torch.float32) if half else node
+            return build.call(CONVERT, node, torch.float32) if half else node
 
         source, taps = wide(x), wide(weight)
         terms = []
@@ -56,7 +55,7 @@ def unroll_depthwise_convolutions(graph: Graph, wanted: Callable[[str], bool]) -
             total = build.call(aten.add.Tensor, total, term)
         if bias is not None:
             total = build.call(aten.add.Tensor, total, build.call(aten.unsqueeze.default, wide(bias), 1))
-        new = build.call(convert, total, value(root).dtype) if half else total
+        new = build.call(CONVERT, total, value(root).dtype) if half else total
         yield replace_node(
             root,
             build.restride(new, value(root)),

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.fx import arg, value
+from ..ir.fx import arg, is_zero, value
 from ..ir.index import Factor, Product, expand, index, layout
 from ..ir.symbols import Axis, Label, resolve, unify
 from .segment_sums import Segments, decay, pair, same_source, segments, unify_all
@@ -175,7 +175,7 @@ def read_states(node: Node, dim: int) -> ChunkStates:
     end, rest = _split(local)
     require(end.upto is None and not end.causal and same_source(_totals(jump, chunk), end))
     require(set(_known(end.after)) == set(resolve(local.bound)))
-    first = None if _is_zero(initial) else Factor(initial, with_label(joined.labels, axis, ()))
+    first = None if is_zero(initial) else Factor(initial, with_label(joined.labels, axis, ()))
     return ChunkStates(node, layout, dim, chunk, end, Product((), tuple(rest), local.scale), first)
 
 
@@ -229,10 +229,6 @@ def padding(node: Node) -> dict[int, tuple[int, int]]:
     pad, rank = arg(node, 1), value(node).dim()
     pairs = {rank - 1 - k: (pad[2 * k], pad[2 * k + 1]) for k in range(len(pad) // 2)}
     return {dim: pair for dim, pair in pairs.items() if pair != (0, 0)}
-
-
-def _is_zero(node: Node) -> bool:
-    return node.target is aten.full.default and arg(node, 1) == 0
 
 
 def _check_symbols(scan: ScanForm, pairs: Segments, within: Label) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import downstream
-from ..ir.fx import CASTS, SUMS, is_tensor, value
+from ..ir.fx import CASTS, MATMULS, SUMS, is_tensor, value
 from ..ir.index import Factor, Product, expand, index, leaf, matmul_product, sum_product
 from ..ir.symbols import Label, resolve, unify
 
@@ -33,7 +33,6 @@ aten = torch.ops.aten
 IDENTITY = "identity"
 """In the metadata of what a step reads: that it is an identity matrix, or a batch of these."""
 
-_PRODUCTS = (aten.mm.default, aten.bmm.default)
 _COPIES = (aten.clone.default, aten.alias.default)
 _WRITTEN = -1
 """The axis of the write keys in a product that contracts the state: that of the read keys is n."""
@@ -289,7 +288,7 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node], depth: 
             return None
         if node in dependent and node.target is aten.sum.dim_IntList:
             found = sum_product(node)
-        elif node in dependent and node.target in _PRODUCTS:
+        elif node in dependent and node.target in MATMULS:
             found = matmul_product(node)
         else:
             found = index(node)
@@ -411,7 +410,7 @@ def _query(values: _Values, node: Node, new: Node, n: int) -> Query | None:
     if node.target is aten.sum.dim_IntList:
         product = sum_product(node)
     else:
-        product = matmul_product(node) if node.target in _PRODUCTS else None
+        product = matmul_product(node) if node.target in MATMULS else None
     try:
         products = list(_multiplied_out(product, new, downstream(new))) if product is not None else []
         held = [factor for product in products for factor in product.factors if factor.node is new]

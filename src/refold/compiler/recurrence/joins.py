@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import upstream
-from ..ir.fx import arg, is_erased, is_pointwise, is_tensor, same, value
+from ..ir.fx import SCATTERS, arg, is_erased, is_pointwise, is_tensor, same, value
 from ..ir.rewrite import Rewrite
 from ..ir.source import source_line
 from .affine import Loop
@@ -30,7 +30,6 @@ aten = torch.ops.aten
 
 # Shorter loops are ordinary layer code.
 SHORTEST = 4
-_SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 # Shorter chains of equal operations are ordinary layer code, unless their values come together again.
 SHORTEST_CHAIN = 8
 # How many nodes of a step are looked at for the step before it.
@@ -47,7 +46,7 @@ def joins(graph: Graph) -> Iterator[tuple[Node, Join]]:
         if node.target in (aten.cat.default, aten.stack.default):
             if len(_alike(node.args[0])) >= SHORTEST:
                 yield node, _cat
-        elif node.target in _SCATTERS and not any(_writes_on(user, node) for user in node.users):
+        elif node.target in SCATTERS and not any(_writes_on(user, node) for user in node.users):
             if len(_writes(node)[1]) >= SHORTEST:
                 yield node, _written
         elif node.target is aten.add.Tensor and not _is_term(node) and len(_terms(node)) >= SHORTEST:
@@ -75,7 +74,7 @@ def _along(reroller: Reroller, x: Node, dim: int, shape: Sequence[int]) -> Node:
 
 
 def _writes_on(user: Node, node: Node) -> bool:
-    return user.target in _SCATTERS and user.args[0] is node
+    return user.target in SCATTERS and user.args[0] is node
 
 
 def _writes(root: Node) -> tuple[Node, list[Node]]:
@@ -155,7 +154,7 @@ def _terms(root: Node) -> list[Node]:
 
 
 def _is_gradient_of_slice(term: Any) -> bool:
-    base = term.args[0] if term.target in _SCATTERS else None
+    base = term.args[0] if term.target in SCATTERS else None
     return isinstance(base, Node) and base.target is aten.full.default and bool(base.args[1] == 0)
 
 

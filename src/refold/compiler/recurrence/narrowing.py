@@ -22,13 +22,12 @@ from torch.fx.node import map_arg
 from ...ops.spec import all_specs
 from ...ops.torch.registry import RUNNERS, Operation
 from ..ir.builder import Builder, is_constant
-from ..ir.fx import HALF, VIEWS, arg, is_random, is_tensor, value
+from ..ir.fx import CONVERT, HALF, VIEWS, arg, is_random, is_tensor, value
 from ..ir.index import index
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.symbols import resolve
 
 aten = torch.ops.aten
-convert = torch.ops.prims.convert_element_type.default
 
 NARROWED = {scan.target: scan for scan in map(Operation, all_specs()) if scan.spec.narrowed is not None}
 """The scans that can have 16-bit arguments."""
@@ -127,7 +126,7 @@ def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node
         if node not in inside or is_constant(node):
             return node
         given: Any = map_arg((node.args, node.kwargs), copy if _moves(node) else wide)
-        same = node.target is convert and value(given[0][0]).dtype == value(node).dtype
+        same = node.target is CONVERT and value(given[0][0]).dtype == value(node).dtype
         copies[node] = given[0][0] if same else build.call(node.target, *given[0], **given[1])
         return copies[node]
 
@@ -135,16 +134,16 @@ def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node
         """Return the copy of a node in the dtype that the node has."""
         new = copy(node)
         changed = is_tensor(new) and value(new).dtype != value(node).dtype
-        return build.call(convert, new, value(node).dtype) if changed else new
+        return build.call(CONVERT, new, value(node).dtype) if changed else new
 
     def narrow(node: Any) -> Node | None:
         if not is_tensor(node):
             return None
-        if node.target is convert:
+        if node.target is CONVERT:
             source: Node = arg(node, 0)
             return source if value(source).dtype == half else None
         if node.target is aten.div.Tensor and half == torch.bfloat16 and narrow(arg(node, 0)) is not None:
-            return build.call(convert, copy(node), half)  # by a log decay, which the operator multiplies by
+            return build.call(CONVERT, copy(node), half)  # by a log decay, which the operator multiplies by
         if node.target is aten.where.self:  # a choice rounds nothing
             sides = [narrow(x) for x in node.args[1:]]
             return None if None in sides else build.call(node.target, copy(arg(node, 0)), *sides)
@@ -178,7 +177,7 @@ def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node
 def _moves(node: Node) -> bool:
     """Tell whether a node moves or copies the elements of a tensor, or converts them."""
     return getattr(node.target, "is_view", False) or node.target in (
-        aten.clone.default, aten._unsafe_view.default, convert,
+        aten.clone.default, aten._unsafe_view.default, CONVERT,
     )  # fmt: skip
 
 

@@ -18,12 +18,11 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import SUMS, value
+from ..ir.fx import CONVERT, SUMS, value
 from ..ir.index import Factor, Product, expand, index, matmul_product, sum_product
 from ..ir.symbols import resolve
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ def find_readout(emit: Builder, node: Node, states: ScanStates) -> Readout | Non
 
 def _before_rounding(node: Node) -> Product | None:
     """Read what was rounded to 16 bits before it is contracted: an operator's states stay in float32."""
-    if node.target is not _CONVERT or value(node).dtype not in (torch.bfloat16, torch.float16):
+    if node.target is not CONVERT or value(node).dtype not in (torch.bfloat16, torch.float16):
         return None
     wide: Any = node.args[0]
     if value(wide).dtype != torch.float32:

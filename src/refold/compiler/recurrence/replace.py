@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
-from ..ir.fx import RESHAPES, concrete, is_zero, value
+from ..ir.fx import CONVERT, RESHAPES, concrete, is_zero, value
 from ..ir.metadata import refresh
 from ..ir.operators import CONTRACTED, HEADS, RANK_ONE, SCAN
 from ..ir.rewrite import Rewrite, replace_node
@@ -26,7 +26,6 @@ from .reroll import Reroller
 from .states import LoopVectorizer
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 SCANS = {scan.target for scan in (SCAN, CONTRACTED, HEADS, RANK_ONE)}
 _CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
@@ -72,7 +71,7 @@ def _only_reader(root: Node) -> tuple[Node, set[Node]] | None:
         for user in stack.pop().users:
             if user.target in _CONTRACTIONS:
                 readers.add(user)
-            elif user.op == "call_function" and (is_view(user) or user.target in (aten.mul.Tensor, _CONVERT)):
+            elif user.op == "call_function" and (is_view(user) or user.target in (aten.mul.Tensor, CONVERT)):
                 between.add(user)
                 stack.append(user)
             else:

@@ -35,7 +35,8 @@ from torch.fx import GraphModule
 from ...verify import MOVES, Errors, KindResult, agree, moved, narrow_errors, own_errors, roundoff
 from ...verify.numerics import in_strides
 from ..inductor import Compiled, arguments, clone_inputs
-from ..ir.dispatch import SINGLE, WIDER, Impossible, NoRoom, Random, Recording, in_dtype
+from ..ir.dispatch import SINGLE, Impossible, NoRoom, Random, Recording, in_dtype
+from ..ir.evaluate import WIDER
 from ..ir.fx import HALF
 
 # A result of fewer elements than these may have a small error by luck.
