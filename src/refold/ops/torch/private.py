@@ -30,6 +30,8 @@ def _find_guards() -> Any:
 
 def _find_default_device() -> Callable[[], Any]:
     """Find the getter of the mode that a default device is; it gives None if there is none, or another mode, too."""
+    if not hasattr(torch._C, "_len_torch_function_stack"):  # `watched` says what that costs
+        return lambda: None
     try:
         from torch.utils._device import DeviceContext
 
