@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from ..errors import first_line
 from ..ops.torch.nodes import AT_ONCE
 from .complex_values import lay_out_complex_values
 from .external_cumsum import keep_scans_external
-from .ir.fx import SizesFixed, concrete
+from .ir.fx import SizesFixed, concrete, until_fixed
 from .private import (
     CustomGraphPass,
     TraceAgain,
@@ -161,19 +162,19 @@ def inductor_with(
     apart_from_cache = hook is not None and not hook.cached
 
     def attempt() -> Compiled:
-        while True:
-            if hook is not None:
-                hook.count, hook.error = 0, None
-            try:
-                return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
-            except Exception:
-                if hook is None or not isinstance(hook.error, SizesFixed):  # Inductor may have wrapped it
-                    raise
-                hook.notes.append(str(hook.error))
+        if hook is not None:
+            hook.count, hook.error = 0, None
+        try:
+            return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
+        except Exception:
+            if hook is not None and isinstance(hook.error, SizesFixed):  # Inductor may have wrapped it
+                raise hook.error from None
+            raise
 
+    compiled = functools.partial(until_fixed, attempt, [] if hook is None else hook.notes)
     with without_autograd_cache() if apart_from_cache else contextlib.nullcontext(), with_backward():
         try:
-            return attempt()
+            return compiled()
         except Exception as error:
             if "complex" not in str(error) or (hook is not None and hook.error is not None):
                 raise
@@ -181,7 +182,7 @@ def inductor_with(
             # The first error says more. Inductor warns of complex values, which is an error where warnings are errors.
             with contextlib.suppress(Exception), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*complex")
-                return attempt()
+                return compiled()
             raise
 
 

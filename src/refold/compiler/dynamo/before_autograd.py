@@ -30,7 +30,7 @@ from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, downstream, extract, is_constant, same_strides, upstream
 from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes
-from ..ir.fx import CONVERT, HALF, SizesFixed, copied_graph, is_erased, is_made, is_tensor, registers_hook, value
+from ..ir.fx import CONVERT, HALF, copied_graph, is_erased, is_made, is_tensor, registers_hook, until_fixed, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
@@ -94,11 +94,7 @@ def find_rewrites(
         return None
 
     def read(*how: Any) -> BeforeAutograd:
-        while True:
-            try:
-                return BeforeAutograd(duplicate(part), *how)
-            except SizesFixed as fixed:
-                notes.append(str(fixed))
+        return until_fixed(lambda: BeforeAutograd(duplicate(part), *how), notes)
 
     found: BeforeAutograd | None = None
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -29,6 +29,7 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 RESHAPES = (*VIEWS, aten.reshape.default)
 
 Size = int | torch.SymInt
+T = TypeVar("T")
 
 
 def concrete(size: Any) -> Any:
@@ -62,6 +63,15 @@ def fix(found: Iterable[Any]) -> bool:
         for symbol in size.node.expr.free_symbols:
             int(size.node.shape_env.create_symintnode(symbol, hint=None))
     return bool(symbols)
+
+
+def until_fixed(read: Callable[[], T], notes: list[str]) -> T:
+    """Call what traces and reads a graph; again where sizes became numbers meanwhile, of which the notes tell."""
+    while True:
+        try:
+            return read()
+        except SizesFixed as fixed:
+            notes.append(str(fixed))
 
 
 def place(at: Any, size: Any) -> int | None:

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
 from ..ir.contract import lay_out, operand
-from ..ir.fx import arg, value
+from ..ir.fx import CONVERT, arg, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
 from ..recurrence.segment_sums import masked_copies
@@ -63,7 +63,7 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
         difference, passed = (
             _difference(build, part, i, j, rank) for part in (build.call(aten.where.self, finite, row, zero), counted)
         )
-        narrow = build.call(torch.ops.prims.convert_element_type.default, difference, torch.float32)
+        narrow = build.call(CONVERT, difference, torch.float32)
         infinite = build.call(aten.where.self, build.call(aten.lt.Scalar, passed, _OTHER), never, unknown)
         narrow = build.call(aten.where.self, build.call(aten.eq.Scalar, passed, 0), narrow, infinite)
         new = build.call(aten.where.self, keep, narrow, zero)

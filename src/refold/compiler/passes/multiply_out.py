@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from ...errors import ProgramError
 from ..ir.builder import Builder, between
-from ..ir.fx import value
+from ..ir.fx import CONVERT, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
 from ..notation.algebra import SUMS, cheaper
@@ -40,7 +40,7 @@ _LINEAR = (
     aten.div.Tensor,
     aten.neg.default,
     aten.eq.Tensor,
-    torch.ops.prims.convert_element_type.default,
+    CONVERT,
     aten._to_copy.default,
 )
 _LOOKED_AT = 64

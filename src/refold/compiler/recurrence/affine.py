@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import SUMS, is_pointwise, is_tensor, known, value
+from ..ir.fx import CONVERT, SUMS, is_pointwise, is_tensor, known, value
 from ..ir.moves import Copy, Expand, Slice, View, read, shape_of
 from ..ir.operators import SCAN
 from ..ir.source import expression, name_of
@@ -27,7 +27,6 @@ from ..private import without_modes
 from .vectorize import NotALoop, Value
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 # Bounds: whether from above, whether smooth, and the share of a gradient that the first operand gets at a tie, and that
 # both get if one of them is not a number.
@@ -236,7 +235,7 @@ class StepAlgebra:
             return replace(found, bounds=tuple(replace(bound, value=by or bound.value) for bound, by in viewed))
         if target in _BOUNDS or any(isinstance(x, Affine) and x.bounds for x in leaves):
             return self._bound(node, leaves, operands, mine)
-        if target is prims.convert_element_type.default and node.args[1].is_floating_point:
+        if target is CONVERT and node.args[1].is_floating_point:
             return mine
         if target in (aten.view_as_complex.default, aten.view_as_real.default):
             raise NotALoop("complex-as-real", f"`{expression(node)}` of {loop.name} is another view of its numbers")

@@ -21,14 +21,13 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ..ir.fx import is_tensor, known, value
+from ..ir.fx import CONVERT, is_tensor, known, value
 from ..ir.moves import Cat, Copy, Flip, Moved, NotThis, Pad, Permute, Rules, Slice, View, Write, read, shape_of
 from ..ir.views import is_view
 from .scanned import Found
 from .words import ONE, ZERO, Algebra, Opaque
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 # Shorter networks are ordinary layer code; longer ones take long to go through.
 SHORTEST, LONGEST = 8, 1 << 16
@@ -151,7 +150,7 @@ class _Reader:
         target, args = node.target, node.args
         if target in (aten.full.default, aten.scalar_tensor.default):
             return _filled(args[0 if target is aten.scalar_tensor.default else 1], value(node).dim())
-        if target is prims.convert_element_type.default:
+        if target is CONVERT:
             return self.of(args[0])
         if target is aten.mul.Tensor:
             return self.pair(self.algebra.times, *args)
