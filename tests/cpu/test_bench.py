@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import refold
 from refold.bench import (
-    cli,
     compile_time,
     generation_torch,
     language_models,
@@ -668,13 +667,6 @@ def test_a_checkout_is_imported_next_to_the_package_of_its_name(tmp_path, monkey
     with pytest.raises(ArgumentError, match=r"has no twice_here.inner.gn that can be imported"):
         from_checkout(str(tmp_path / "checkout"), "twice_here.inner", "gn")
     assert sys.modules["twice_here"] is twice_here
-
-
-def test_the_module_is_the_same_command(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["bench", "run", "no-such"])
-    with pytest.raises(SystemExit, match="2"):
-        cli.main()
-    assert "there is no suite" in capsys.readouterr().err
 
 
 def test_kernelbench_runs_what_saves_most_first_and_nothing_where_nothing_was_found(tmp_path, monkeypatch):
