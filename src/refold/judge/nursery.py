@@ -153,6 +153,7 @@ class Nursery:
             self._others[key] = Nursery(
                 threads=self.threads, device=self.device, sandboxed=self.sandboxed, careful=key[0], compiler=key[1]
             )
+        self._others[key].imports = self.imports
         return self._others[key]
 
     def is_careful(self) -> bool:

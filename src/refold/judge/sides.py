@@ -36,7 +36,7 @@ _First = TypeVar("_First")
 _Second = TypeVar("_Second")
 ROWS = 1 << 20  # elements of inputs and results together, where there are many rows
 _SPREAD, _MANY = 1.5, 64  # how much larger initial values may be, of so many
-GRADIENTS = ["torch.fx.experimental.symbolic_shapes"]  # which torch.autograd.grad imports
+_GRADIENTS = ["torch.fx.experimental.symbolic_shapes"]  # which torch.autograd.grad imports
 
 
 def together(first: Callable[[], _First], second: Callable[[], _Second]) -> tuple[_First, _Second]:
@@ -111,7 +111,7 @@ class Sides:
     def open(self) -> None:
         """Start all processes and give them the same state."""
         terms, docket = self.docket.terms, self.docket
-        self.nursery.imports = GRADIENTS * terms.train
+        self.nursery.imports = _GRADIENTS * terms.train
         texts = self.candidate.text + self.original.text
         # Triton is told before it is imported how to run.
         if re.search(r"torch\.compile\b", texts) and "triton" not in texts:

@@ -15,7 +15,6 @@ from ..nursery import Nursery
 from ..process import Call
 from ..program import Program
 from ..results import rms
-from ..sides import GRADIENTS
 
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
 MADE_S = 1.0  # to be made; less is not worth a note
@@ -60,7 +59,6 @@ def heap(case: Case) -> None:
             sides.witness.call(call)
             known.append(call)
     nursery, failure = sides.nursery.other(careful=True), ""
-    nursery.imports = GRADIENTS * case.docket.terms.train
     ended = _ended(case, nursery, sides.candidate, known)
     if not nursery.is_careful():
         case.docket.note("whether it writes beyond its own memory is unknown: there is no libc_malloc_debug here")
