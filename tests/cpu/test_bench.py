@@ -301,9 +301,10 @@ def test_progress_says_what_runs_and_of_how_many(toy):
     ("suite", "count"),
     [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6),
      ("training", 3), ("ssd-jax", 1), ("recurrences", 104), ("models", 11), ("generation-cpu", 3),
-     ("generation-torch-cpu", 2), ("engines", 29)],
+     ("generation-torch-cpu", 2), ("engines", 29), ("generate", 36), ("decode", 43), ("prefill", 38), ("starts", 4)],
 )  # fmt: skip
-def test_measurements_are_counted_without_being_made(suite, count):
+def test_measurements_are_counted_without_being_made(suite, count, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
     assert progress.count([(suite, partial(suites.find(suite).load(), **options))], []) == count
 

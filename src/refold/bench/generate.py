@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -87,20 +90,28 @@ def _per_token(model: Any, rows: int, past: int, tokens: int, repeats: int) -> l
     return [(b - a) / tokens for a, b in zip(short, long, strict=True)]
 
 
-def _programs(model: Any, eager: bool, measure: Callable[[str], Iterator[Row]]) -> Iterator[Row]:
-    """Measure a model as each of the programs."""
-    if eager:
-        yield from measure("transformers")
-        summary = refold.accelerate(model, graphs=False)
-        yield from measure("accelerated, no graphs")
-        summary.undo()
-    summary = refold.accelerate(model)
-    yield from measure("accelerated")
-    print(summary, flush=True)  # noqa: T201
-    summary.undo()
-    kind = _doing_nothing(model)
-    yield from measure("a model that does nothing")
-    model.__class__ = kind
+PROGRAMS = ("transformers", "accelerated, no graphs", "accelerated", "a model that does nothing")
+"""What is made of a model of transformers, in this order."""
+
+
+@contextmanager
+def _as_program(model: Any, program: str) -> Iterator[None]:
+    """Let a model be one of `PROGRAMS` inside of the ``with`` block."""
+    if program == "transformers":
+        yield
+    elif program == "a model that does nothing":
+        kind = _doing_nothing(model)
+        try:
+            yield
+        finally:
+            model.__class__ = kind
+    else:
+        summary = refold.accelerate(model, graphs=program == "accelerated")
+        try:
+            yield
+        finally:
+            print(summary, flush=True)  # noqa: T201
+            summary.undo()
 
 
 def generate(
@@ -112,30 +123,42 @@ def generate(
     if not torch.cuda.is_available():
         raise ArgumentError("generate needs a GPU, and there is none")
     for name in models:
-        with torch.device("cuda"):
-            model = USERS[name]().to(torch.bfloat16).eval()
-        for rows in batches:
+        config, asked = MODELS.get(name), {rows: f"model.generate batch {rows} past {past}" for rows in batches}
+        model = cache(partial(_of_transformers, name))
+        for (rows, what), program in product(asked.items(), PROGRAMS if eager else PROGRAMS[2:]):
+            if not wanted(backend=program, case=f"{name} {what}"):
+                continue
+            try:
+                with _as_program(model(), program):
+                    times = _per_token(model(), rows, past, tokens, repeats)
+            except Exception as error:  # whatever a model raises, and memory; the run goes on
+                torch.cuda.empty_cache()
+                yield not_run(program, name, what, first_line(error, 200))
+            else:
+                yield row(program, name, what, times, counts.Counts(0, 0))
+        _let_go(model)
+        if isinstance(config, Mamba2Config):
+            lean = cache(partial(_lean, config))
+            for rows, what in asked.items():
+                if wanted(backend="lean", case=f"{name} {what}"):
+                    call, need = decoder(lean(), rows, past, tokens), counts.decode(config, rows, 2, 4, past)
+                    call()
+                    yield row("lean", name, what, seconds(call, repeats, tokens), need)
+                    del call
+            _let_go(lean)
 
-            def measure(backend: str, name: str = name, model: Any = model, rows: int = rows) -> Iterator[Row]:
-                what = f"model.generate batch {rows} past {past}"
-                if not wanted(backend=backend, case=f"{name} {what}"):
-                    return
-                try:
-                    times = _per_token(model, rows, past, tokens, repeats)
-                except Exception as error:  # whatever a model raises, and memory; the run goes on
-                    torch.cuda.empty_cache()
-                    yield not_run(backend, name, what, first_line(error, 200))
-                    return
-                yield row(backend, name, what, times, counts.Counts(0, 0))
 
-            yield from _programs(model, eager, measure)
-        del model, measure
-        gc.collect()
-        torch.cuda.empty_cache()
-        if isinstance(config := MODELS.get(name), Mamba2Config):
-            lean = Generator(config, device_params(config, torch.bfloat16, "cuda"), device="cuda")
-            for rows in batches:
-                what, call = f"model.generate batch {rows} past {past}", decoder(lean, rows, past, tokens)
-                call()
-                yield row("lean", name, what, seconds(call, repeats, tokens), counts.decode(config, rows, 2, 4, past))
-            del lean, call
+def _of_transformers(name: str) -> Any:
+    with torch.device("cuda"):
+        return USERS[name]().to(torch.bfloat16).eval()
+
+
+def _lean(config: Mamba2Config) -> Generator:
+    return Generator(config, device_params(config, torch.bfloat16, "cuda"), device="cuda")
+
+
+def _let_go(made: Any) -> None:
+    """Give the memory of what was made back."""
+    made.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -2,7 +2,7 @@
 
 import torch
 
-EXPECT = ("N1", "U4", "C1", "N4")
+EXPECT = ("N1", "U4", "C1", "C2", "N4")
 
 
 class ModelNew(torch.nn.Module):
