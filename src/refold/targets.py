@@ -6,6 +6,7 @@ A target is a Python file in the KernelBench convention (``Model``, ``get_inputs
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -69,20 +70,17 @@ def _place(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return x.to(device, dtype if x.is_floating_point() else None)
 
 
-def import_file(path: Path, name: str = "") -> Any:
-    """Import a Python file as a module of its own name, or of another one.
+def import_file(path: Path) -> Any:
+    """Import a Python file as a module that no package and no other file shares its name with.
 
     Raises:
         TargetError: It is no Python file, or importing it raises something.
     """
-    spec = importlib.util.spec_from_file_location(name or path.stem, path)
+    name = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise TargetError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    if name:
-        sys.modules[name] = module
-    else:
-        sys.modules.setdefault(path.stem, module)  # a layer may have the name of a package
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     _run(str(path), "importing it", spec.loader.exec_module, module)
     return module
 

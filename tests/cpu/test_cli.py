@@ -11,6 +11,7 @@ import pytest
 from refold import __version__
 from refold.cli import main
 from refold.doctor import examine
+from refold.targets import load
 
 LAYER = """
 import torch
@@ -183,6 +184,22 @@ def test_an_unknown_option_is_exit_code_2(layer, here):
     done = here("optimize", layer, "--accept", "perhaps")
     assert done.returncode == 2
     assert "accept must be one of 'faster', 'always', not 'perhaps'" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["json", "layer"])  # a package's, and that of a file before
+def test_a_layer_may_have_a_name_that_is_taken(layer, tmp_path, monkeypatch, name):
+    """What reads its module by name, as dataclasses do, finds its own: ``kind`` is no field."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    load(str(layer), device="cpu", dtype="float32", seed=0)
+    (other := tmp_path / "other").mkdir()
+    (other / f"{name}.py").write_text(
+        "from __future__ import annotations\nimport dataclasses\nimport typing\nimport torch\n"
+        "@dataclasses.dataclass\nclass Sizes:\n    kind: typing.ClassVar[str] = ''\n    width: int = 4\n"
+        "class Model(torch.nn.Module):\n    def forward(self, x):\n        return x * Sizes(2).width\n"
+        "def get_inputs():\n    return [torch.ones(1)]\n"
+    )
+    module, inputs = load(str(other / f"{name}.py"), device="cpu", dtype="float32", seed=0)
+    assert module(*inputs).item() == 2
 
 
 def test_optimize_of_a_layer_that_fails_is_one_sentence(layer, here):

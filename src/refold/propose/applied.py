@@ -125,9 +125,9 @@ def guarded(module: torch.nn.Module, folder: str | Path, *, arguments: Sequence[
         raise ArgumentError(f"{folder / 'candidate.py'} is not the source that was accepted; try it again")
     source(text, attribute=guards["attribute"])
     if arguments is None:
-        made: Any = getattr(_import(folder / "original.py"), "get_init_inputs", list)()
+        made: Any = getattr(import_file(folder / "original.py"), "get_init_inputs", list)()
         arguments = made if isinstance(made, (list, tuple)) else list(made.values())
-    found = getattr(_import(folder / "candidate.py"), guards["attribute"])
+    found = getattr(import_file(folder / "candidate.py"), guards["attribute"])
     replacement = found(*arguments) if isinstance(found, type) else found
     if isinstance(replacement, torch.nn.Module):
         before = [weakref.ref(t) for t in (*replacement.parameters(), *replacement.buffers())]
@@ -270,11 +270,6 @@ def _versions() -> dict[str, str]:
 def _check_free(path: Path) -> None:
     if path.exists():
         raise ArgumentError(f"{path} exists; name another folder")
-
-
-def _import(path: Path) -> Any:
-    name = f"refold_applied_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    return import_file(path, name)
 
 
 def _share(module: torch.nn.Module, replacement: torch.nn.Module) -> None:
