@@ -117,7 +117,7 @@ class Batch:
         Raises:
             ArgumentError: The row is not in this batch, or not any more.
         """
-        if row not in self._rows:
+        if not isinstance(row, BatchRow) or row not in self._rows:
             raise ArgumentError("row is not in this batch: it has ended, was removed, or belongs to another batch.")
         conversation = self._conversation(self._rows.index(row))
         self._leave(row)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from refold.generate.generator import writing
+from refold.generate.generator import arrays_of, write
 
 
 @dataclass(eq=False, repr=False)
@@ -35,6 +35,4 @@ class Conversation:
         """
         from safetensors.torch import save_file
 
-        arrays = {**self.state, "logits": self.logits, "seen": self.seen}
-        with writing(path):
-            save_file({name: a.contiguous() for name, a in arrays.items()}, path)
+        write({name: a.contiguous() for name, a in arrays_of(self).items()}, save_file, path)

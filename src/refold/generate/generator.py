@@ -8,8 +8,7 @@ and continued, without reading the past again. Design decision 28.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
@@ -35,23 +34,28 @@ class HasState(Protocol):
 
     state: dict[str, Any]
     logits: Any
+    seen: Any
     kept: list[Any]
 
     def fork(self) -> Any:
         """Return an independent copy."""
 
 
+def arrays_of(conversation: HasState) -> dict[str, Any]:
+    """Return the arrays of a conversation, by the names that they are saved under."""
+    return {**conversation.state, "logits": conversation.logits, "seen": conversation.seen}
+
+
 C = TypeVar("C", bound=HasState)
 
 
-@contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Turn an error of writing a file into one that names it."""
+def write(arrays: dict[str, Any], save_file: Callable[..., None], path: str | Path) -> None:
+    """Write arrays to a file; an error names it."""
     from safetensors import SafetensorError
 
     try:
-        yield
-    except (SafetensorError, OSError) as error:
+        save_file(arrays, path)
+    except (SafetensorError, OSError, TypeError) as error:
         raise ArgumentError(
             f"save: {path} cannot be written ({error}). Name a file in a folder that exists."
         ) from error
@@ -208,19 +212,23 @@ class BaseGenerator(ABC, Generic[C]):
 
         try:
             arrays = self._arrays(path)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, TypeError) as error:
             raise CheckpointError(f"{path} is not a saved conversation ({error}).") from error
         length = arrays.get("length", np.zeros(()))
         if length.ndim != 1 or not len(length):
             raise CheckpointError(f"{path} is not a saved conversation: it has no rows.")
-        room = arrays["k"].shape[2] if "k" in arrays and arrays["k"].ndim > 2 else 0  # tokens in a key-value cache
-        expected = {name: (tuple(a.shape), a.dtype) for name, a in self._fresh(len(length)).items()}
-        expected |= {n: ((*s[:2], room, *s[3:]), dtype) for n, (s, dtype) in expected.items() if n in ("k", "v")}
-        if {name: (tuple(a.shape), a.dtype) for name, a in arrays.items()} != expected:
+        if not self._fits(arrays):
             raise CheckpointError(f"{path} holds the conversation of another model, or another state dtype.")
-        if (length < 0).any() or ("k" in arrays and (length > room).any()):
+        if (length < 0).any() or ("k" in arrays and (length > arrays["k"].shape[2]).any()):
             raise CheckpointError(f"{path} is damaged: it says that its rows have read {length.tolist()[:8]} tokens.")
         return self._conversation(arrays)
+
+    def _fits(self, arrays: dict[str, Any]) -> bool:
+        """Whether arrays have the names, shapes and dtypes of a conversation with this model."""
+        room = arrays["k"].shape[2] if "k" in arrays and arrays["k"].ndim > 2 else 0  # tokens in a key-value cache
+        expected = {name: (tuple(a.shape), a.dtype) for name, a in self._fresh(len(arrays["length"])).items()}
+        expected |= {n: ((*s[:2], room, *s[3:]), dtype) for n, (s, dtype) in expected.items() if n in ("k", "v")}
+        return {name: (tuple(a.shape), a.dtype) for name, a in arrays.items()} == expected
 
     def _check_conversation(self, conversation: C) -> None:
         if not isinstance(conversation, self.kind):
@@ -229,11 +237,10 @@ class BaseGenerator(ABC, Generic[C]):
                 f"conversation must be a {wanted}; got {got}. "
                 "Pass what `start`, `read` or `load` of this generator returned."
             )
-        vocabulary = conversation.logits.shape[-1]
-        if vocabulary != self.config.vocab_size:
+        if not self._fits(arrays_of(conversation)):
             raise ArgumentError(
-                f"conversation belongs to a model of {vocabulary} tokens; this one has {self.config.vocab_size}. Pass "
-                "what `start`, `read` or `load` of this generator returned."
+                "conversation belongs to another model, or another state dtype. Pass what `start`, `read` or `load` of "
+                "this generator returned."
             )
 
     def _capacity(self, conversation: C) -> int:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from refold.generate.generator import NO_TOKEN, BaseGenerator, bucket, check_count, check_state_dtype, writing
+from refold.generate.generator import NO_TOKEN, BaseGenerator, arrays_of, bucket, check_count, check_state_dtype, write
 from refold.generate.sampling import Sampling
 from refold.memory import host_bytes
 from refold.models.checkpoint import load_checkpoint
@@ -45,9 +45,7 @@ class Conversation:
         """
         from safetensors.numpy import save_file
 
-        arrays = {**self.state, "logits": self.logits, "seen": self.seen}
-        with writing(path):
-            save_file({name: np.asarray(a) for name, a in arrays.items()}, path)
+        write({name: np.asarray(a) for name, a in arrays_of(self).items()}, save_file, path)
 
 
 class Generator(BaseGenerator[Conversation]):

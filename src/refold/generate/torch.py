@@ -22,7 +22,7 @@ from refold.generate.choice import ChoiceForm, choose, kind_of, settings_of
 from refold.generate.conversation import Conversation
 from refold.generate.generator import NO_TOKEN, BaseGenerator, check_count, check_state_dtype
 from refold.generate.sampling import Sampling, uniforms
-from refold.models.configs import Config, MambaConfig
+from refold.models.configs import Config
 from refold.models.torch import load_checkpoint, model_for, take_layers_apart, to_device
 from refold.models.torch.layers import kernels, wide
 from refold.ops.torch.devices import usable
@@ -148,8 +148,7 @@ class Generator(BaseGenerator[Conversation]):
 
     def _loop(self, conversation: Conversation, sampling: Sampling) -> Any:
         """Make the decoder: a graph where there can be one, and ranks need not meet."""
-        ranks = (self.config if isinstance(self.config, MambaConfig) else self.config.mixer).heads
-        if kernels(conversation.logits) is None or ranks is not None:
+        if kernels(conversation.logits) is None or self.config.mixer.heads is not None:
             return self._plain_loop
         kind = kind_of(sampling, self.config.vocab_size)
         shapes = tuple(tuple(a.shape) for a in conversation.state.values())

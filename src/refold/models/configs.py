@@ -44,6 +44,11 @@ class MambaConfig:
     heads: Any = None
 
     @property
+    def mixer(self) -> "MambaConfig":
+        """What a layer's mixer is configured by, as in the other models."""
+        return self
+
+    @property
     def conv_dim(self) -> int:
         """Channels that pass the convolution."""
         return self.d_inner

@@ -57,7 +57,7 @@ def state_shapes(config: Config, batch: int, capacity: int = 0) -> dict[str, tup
     ``ssm (l, b, ...)`` the recurrent states: their sizes do not depend on how many tokens will be read. ``k`` and ``v
     (a, b, capacity, kv heads, head dim)`` hold what attention has read.
     """
-    mixer, layers = config if isinstance(config, MambaConfig) else config.mixer, _mixer_layers(config)
+    mixer, layers = config.mixer, _mixer_layers(config)
     found: dict[str, tuple[tuple[int, ...], str]] = {
         "length": ((batch,), "int32"),
         "conv": ((layers, batch, mixer.conv_dim, mixer.conv_width - 1), "weights"),
@@ -79,7 +79,8 @@ def decode(config: Config, batch: int, weight_bytes: int, state_bytes: int = 4, 
     """Count one decoding step of ``batch`` rows that have each read ``past`` tokens."""
     ssm, conv = state_elements(config)
     head = config.d_model * config.vocab_size
-    taps = conv // max(_conv_width(config) - 1, 1) * _conv_width(config)
+    width = config.mixer.conv_width
+    taps = conv // max(width - 1, 1) * width
     flops = 2 * (_matrices(config) + head + taps) + _per_state(config) * ssm
     moved = weight_bytes * (batch * active_parameters(config) if _experts(config) else parameters(config))
     moved += 2 * batch * (state_bytes * ssm + weight_bytes * conv) + 4 * batch * config.vocab_size
@@ -121,12 +122,8 @@ def working_bytes(config: Config, batch: int, seqlen: int, weight_bytes: int) ->
 
 def _per_state(config: Config) -> int:
     """Count the operations of one token with one number of a state; a delta rule reads it before it writes."""
-    return 7 if isinstance(config, HybridConfig) and isinstance(config.mixer, DeltaConfig) else 6
+    return 7 if isinstance(config.mixer, DeltaConfig) else 6
 
 
 def _experts(config: Config) -> bool:
     return isinstance(config, HybridConfig) and config.nexperts > 0
-
-
-def _conv_width(config: Config) -> int:
-    return config.conv_width if isinstance(config, MambaConfig) else config.mixer.conv_width

@@ -139,8 +139,12 @@ def test_refusals(generator, monkeypatch) -> None:
     batch.remove(row)
     assert row.done
     assert batch.step() == {}
-    with pytest.raises(ArgumentError, match="row is not in this batch"):
-        batch.remove(row)
+    for gone in (row, None):
+        with pytest.raises(ArgumentError, match="row is not in this batch"):
+            batch.remove(gone)
+    other = CONFIGS["mamba2" if "k" in batch._held.state else "qwen"]
+    with pytest.raises(ArgumentError, match="conversation belongs to another model"):
+        batch.add(Generator(other, random_params(other)).read([[1]]), 3)
     with pytest.raises(ArgumentError, match="prompt 0 is empty"):
         batch.add([], 3)
     with pytest.raises(ArgumentError, match="conversation of one row"):

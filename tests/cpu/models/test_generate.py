@@ -179,6 +179,8 @@ def test_conversation_of_another_model(make, generators, tmp_path):
     for there in (generators["mamba"], make(other, random_params(other))):
         with pytest.raises(CheckpointError, match="another model"):
             there.load(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="None is not a saved conversation"):
+        generators["mamba2"].load(None)
     with pytest.raises(ArgumentError, match="rows"):
         generators["mamba2"].read([[1], [2]], generators["mamba2"].read([[1]]))
 
@@ -186,8 +188,9 @@ def test_conversation_of_another_model(make, generators, tmp_path):
 def test_what_is_no_conversation_of_this_generator(make, generators):
     g = generators["mamba2"]
     smaller = dataclasses.replace(MAMBA2, vocab_size=32)
-    other = make(smaller, random_params(smaller)).read([[1]])
-    for wrong, says in (([[1, 2]], "must be a .*Conversation; got list"), (other, "a model of 32 tokens")):
+    others = [make(smaller, random_params(smaller)), generators["mamba"], generators["qwen"]]
+    others = [(other.read([[1]]), "belongs to another model") for other in others]
+    for wrong, says in (([[1, 2]], "must be a .*Conversation; got list"), *others):
         with pytest.raises(ArgumentError, match=says):
             next(g.stream(wrong, 4))
         with pytest.raises(ArgumentError, match=says):
@@ -196,7 +199,7 @@ def test_what_is_no_conversation_of_this_generator(make, generators):
 
 def test_saving_where_nothing_can_be_written(generators, tmp_path):
     talk = generators["mamba2"].read([[1]])
-    for path in (tmp_path / "missing" / "c", tmp_path):
+    for path in (tmp_path / "missing" / "c", tmp_path, None):
         with pytest.raises(ArgumentError, match=f"save: {path} cannot be written"):
             talk.save(path)
 

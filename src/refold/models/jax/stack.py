@@ -17,9 +17,9 @@ from refold.models.jax.layers import Array, Tree, embed, init_state, output, ove
 from refold.models.jax.sharding import time as time_shards
 
 
-def _mixer(config: MambaConfig | Mamba2Config) -> tuple[ModuleType, Any]:
-    """Choose the module that computes a layer, and what it is configured by."""
-    return (mamba, config) if isinstance(config, MambaConfig) else (mamba2, config.mixer)
+def _mixer(config: MambaConfig | Mamba2Config) -> ModuleType:
+    """Choose the module that computes a layer."""
+    return mamba if isinstance(config, MambaConfig) else mamba2
 
 
 def forward(
@@ -44,10 +44,9 @@ def forward(
     batch, seqlen = tokens.shape
     if state is None:
         state = init_state(config, batch, params["embedding"].dtype)
-    module, c = _mixer(config)
     options: Tree = {} if chunk_size is None else {"chunk_size": chunk_size}
     valid = valid_tokens(seqlen, lengths)
-    mix = partial(module.mixer, c, lengths=lengths, valid=valid, time_axis=time_axis, **options)
+    mix = partial(_mixer(config).mixer, config.mixer, lengths=lengths, valid=valid, time_axis=time_axis, **options)
     hidden, states = _layers(mix, params, tokens, state, config.norm_eps)
     length = state["length"] + (time_shards.whole(seqlen, time_axis) if lengths is None else lengths)
     if time_axis is not None and kind == "last":
@@ -62,8 +61,8 @@ def step(
 
     The layers of ``params`` and ``state`` are both stacked or both separate.
     """
-    module, c = _mixer(config)
-    hidden, states = _layers(partial(module.mixer_step, c, active=active), params, token, state, config.norm_eps)
+    mix = partial(_mixer(config).mixer_step, config.mixer, active=active)
+    hidden, states = _layers(mix, params, token, state, config.norm_eps)
     length = state["length"] + (1 if active is None else active.astype(jnp.int32))
     return output(params, hidden[:, None], config.norm_eps, None, "last"), {"length": length, **states}
 

@@ -18,9 +18,9 @@ from refold.models.torch import mamba, mamba2, steps
 from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, output
 
 
-def _mixer(config: MambaConfig | Mamba2Config) -> tuple[ModuleType, Any]:
-    """Choose the module that computes a layer, and what it is configured by."""
-    return (mamba, config) if isinstance(config, MambaConfig) else (mamba2, config.mixer)
+def _mixer(config: MambaConfig | Mamba2Config) -> ModuleType:
+    """Choose the module that computes a layer."""
+    return mamba if isinstance(config, MambaConfig) else mamba2
 
 
 def forward(
@@ -50,13 +50,13 @@ def forward(
     rows = Rows.of(tokens, lengths, group)
     if state is None:
         state = init_state(config, rows.batch, params["embedding"].dtype, device=tokens.device)
-    module, c = _mixer(config)
+    mix, c = _mixer(config).mixer, config.mixer
     options: Tree = {} if chunk_size is None else {"chunk_size": chunk_size}
     hidden, mixed = embed(params, rows.tokens), None
     windows, states = [], []
     for weights, window, ssm in zip(params["layers"], state["conv"], state["ssm"], strict=True):
         hidden, normed = add_norm(hidden, mixed, weights["norm"], config.norm_eps)
-        mixed, window, ssm = module.mixer(c, weights, normed, window, ssm, rows.offsets, group=group, **options)
+        mixed, window, ssm = mix(c, weights, normed, window, ssm, rows.offsets, group=group, **options)
         windows.append(window)
         states.append(ssm)
     _, normed = add_norm(hidden, mixed, params["norm"], config.norm_eps)
@@ -71,9 +71,9 @@ def step_(
     Returns:
         Logits ``(b, vocab)``.
     """
-    module, c = _mixer(config)
+    step, c = _mixer(config).mixer_step_, config.mixer
     hidden = embed(params, token)
     for weights, window, ssm in zip(params["layers"], state["conv"], state["ssm"], strict=True):
-        module.mixer_step_(c, weights, hidden, weights["norm"], config.norm_eps, window, ssm, active)
+        step(c, weights, hidden, weights["norm"], config.norm_eps, window, ssm, active)
     state["length"] += 1 if active is None else active
     return steps.project(hidden, params.get("head", params["embedding"]), norm=params["norm"], eps=config.norm_eps)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from refold.errors import ArgumentError
-from refold.models.configs import Config, MambaConfig
+from refold.models.configs import Config
 from refold.models.jax import model_for
 from refold.models.jax.sharding import automatic
 
@@ -77,7 +77,7 @@ def logits_sharded(
 
 def _check(config: Config, tokens: jax.Array, mesh: Mesh, axis: str) -> None:
     size = mesh.shape[axis]
-    width = config.conv_width if isinstance(config, MambaConfig) else config.mixer.conv_width
+    width = config.mixer.conv_width
     if tokens.shape[1] % size or tokens.shape[1] // size < width - 1:
         raise ArgumentError(
             f"{tokens.shape[1]} tokens do not divide into {size} equal parts of at least {width - 1} tokens."
