@@ -104,7 +104,7 @@ class ExactCache(Model):
         return {**self.__dict__, "kept": None}
 
     def forward(self, x):
-        if torch.is_grad_enabled() or x.dtype != self.a.dtype:
+        if torch.is_grad_enabled() or x.dtype != self.a.dtype or torch.is_autocast_enabled("cpu"):
             return x @ (self.a @ self.b)
         if self.kept is None or not (torch.equal(self.a, self.kept[0]) and torch.equal(self.b, self.kept[1])):
             self.kept = self.a.detach().clone(), self.b.detach().clone(), (self.a @ self.b).detach()
@@ -474,3 +474,21 @@ class OneOfTable(Model):
             y = ways[self.way](self.linear(x))
             turn += 1
         return y
+
+
+@candidate(original="attention", level="quick")
+def attention_to_itself(self, q, k, v):
+    """A way of its own where all three are one tensor."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if q is k and k is v:
+        return attend(q, q, q, is_causal=True)
+    return attend(q, k, v, is_causal=True)
+
+
+@candidate(original="unit_rows", level="quick")
+def norm_by_hand(self, x):
+    """Summed in float32 for lower precision, of which a local name tells."""
+    dtype = x.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        x = x.float()
+    return (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)).to(dtype)

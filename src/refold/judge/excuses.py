@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -420,12 +421,14 @@ class Excuses:
         return {key: one for some in found for key, one in some.items()} if all(found) else {}
 
     def asked(self, leaf: ast.expr, at: Scope) -> list[ast.expr]:
-        """Return a condition; where it ends with a local name, with each expression for which that stands."""
-        if not isinstance(leaf, ast.Compare) or not isinstance(leaf.comparators[-1], ast.Name):
+        """Return a condition; where it begins or ends with a local name, with each expression for which that stands."""
+        if not isinstance(leaf, ast.Compare):
             return [leaf]
-        ends = [end for end, _ in self._meant(leaf.comparators[-1], at).values()]
-        asks = [ast.Compare(leaf.left, leaf.ops, [*leaf.comparators[:-1], end]) for end in ends]
-        return [_placed(each, leaf) for each in asks] or [leaf]
+        both = [
+            [meant for meant, _ in self._meant(end, at).values()] or [end] for end in (leaf.left, leaf.comparators[-1])
+        ]
+        asks = [ast.Compare(left, leaf.ops, [*leaf.comparators[:-1], last]) for left, last in itertools.product(*both)]
+        return [_placed(each, leaf) for each in asks]
 
     @_once(False)
     def _fixed(self, node: ast.expr, at: Scope = _ANYWHERE) -> bool:

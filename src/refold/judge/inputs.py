@@ -275,7 +275,6 @@ def shuffled(like: Sequence[torch.Tensor], seed: int) -> Tensors:
 # Small changes of content, in the same place: what an incomplete comparison of contents does not see.
 CHANGES: dict[str, Change] = {
     "one element changed": _one_element(2.0),
-    "another element changed": _one_element(2.0),
     "one element changed little": _one_element(0.05),
     "two elements swapped": _edited(_swap_two),
     "rows in another order": _edited(lambda x, g: x.roll(1, 0).contiguous() if x.dim() else x),
@@ -309,19 +308,29 @@ def _other_numbers(value: Any) -> list[Any]:
 
 
 def lengths(tree: Any) -> Iterator[Any]:
-    """Yield structures in which a sequence among the arguments is one shorter or longer, or has one element."""
+    """Yield structures in which a sequence among the arguments is one shorter or longer, or has one element.
+
+    A dictionary has another order, and the last arguments are left out, which may have defaults.
+    """
     arguments = tree["items"] if "sequence" in tree else []
     for at, inner in enumerate(arguments):
-        items = inner["items"] if "sequence" in inner else []
-        for other in (items[:1], items[:-1], [*items, items[0]]) if len(items) > 1 else ():
+        if at:
+            yield {**tree, "items": arguments[:at]}
+        items, ordered = inner.get("items", []), "sequence" in inner
+        for other in ((items[:1], items[:-1], [*items, items[0]]) if ordered else (items[::-1],)) * (len(items) > 1):
             yield {**tree, "items": [*arguments[:at], {**inner, "items": other}, *arguments[at + 1 :]]}
 
 
 def twins(tree: Any, like: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Yield structures in which one tensor is given for two arguments of equal shape and dtype, for each such two."""
+    """Yield structures in which one tensor is given for two arguments of equal shape and dtype, or for all such."""
+    every = tree
     for first, other in itertools.combinations(range(len(like)), 2):
         if (like[first].shape, like[first].dtype) == (like[other].shape, like[other].dtype):
-            yield changed(tree, partial(_instead, {"tensor": other}, {"tensor": first}))
+            one = partial(_instead, {"tensor": other}, {"tensor": first})
+            yield changed(tree, one)
+            every = changed(every, one)
+    if every != tree:
+        yield every
 
 
 def _instead(old: Any, new: Any, leaf: Any) -> Any:

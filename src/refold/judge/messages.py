@@ -23,7 +23,7 @@ DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isin
 # What a tensor may be that has no plain memory; nothing of it is read.
 ODD = ("not strided", "conjugate", "negated", "without memory", "on device meta")
 # What matters later to a tensor that has the right values.
-TRAITS = ("an inference tensor", "in memory that nobody can write to", "with attributes of its own")
+TRAITS = ("an inference tensor", "in memory that nobody can write to", "with attributes or hooks of its own")
 _LARGEST, _ELEMENTS, _DEPTH, _NODES = 1 << 63, 1 << 48, 50, 100_000
 _TEXT = 4 << 20
 
@@ -68,7 +68,7 @@ WAYS = {
     "parameters": "other Parameter and buffer objects",
     "moved": "a move of all of them, as by .to(), and a change in place",
     "cast": "casts to other dtypes and back, and load_state_dict",
-    "called": "torch.func.functional_call",
+    "called": "torch.func.functional_call, with parts of larger tensors",
     "copied": "a change in place before a deep copy, which is called",
     "copied first": "a change in place of it and of a deep copy, which is called",
     "copied alone": "a change in place of a deep copy alone, which is called",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -388,7 +389,8 @@ class Sides:
 
     def give(self, process: Process, state: State, dtype: torch.dtype, *, way: str = "loaded") -> list[str]:
         """Give one process parameters and buffers."""
-        own = {name: state[self._first[name]] for name in state}
+        order = random.Random(self.docket.anew("order")).sample(list(state), len(state))  # which says nothing
+        own = {name: state[self._first[name]] for name in order}
         values = {n: t.to(dtype) if t.is_floating_point() else t for n, t in own.items()}
         return process.adopt(values, way)
 

@@ -115,7 +115,8 @@ def call(
         ]
         pairs = zip(axes, leaves, _others(leaves, 1), strict=True)
         both = [t if axis is None else torch.stack((t, other), axis) for axis, t, other in pairs]
-        return torch.func.vmap(lambda *some: program(*build(list(some))), tuple(axes))(*both)
+        mapped = torch.func.vmap(lambda *some: program(*build(list(some))), tuple(axes))
+        return _derivatives("vjp", mapped, list, both, train, seed) if train else mapped(*both)
     if use == "same objects":
         values = [t.detach().clone() for t in leaves]
         for t, other in zip(leaves, _others(leaves, 1), strict=True):
@@ -241,7 +242,10 @@ def adopt(
             if way == "data":
                 own[name].data = fresh
             elif way == "called":
-                given[name] = others.setdefault(id(own[name]), fresh).requires_grad_(own[name].requires_grad)
+                apart = torch.stack((torch.zeros_like(fresh), fresh), -1)[
+                    ..., 1
+                ].detach()  # neither first nor contiguous
+                given[name] = others.setdefault(id(own[name]), apart).requires_grad_(own[name].requires_grad)
             else:
                 if isinstance(own[name], torch.nn.Parameter):
                     fresh = torch.nn.Parameter(fresh, own[name].requires_grad)

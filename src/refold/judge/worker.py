@@ -123,7 +123,7 @@ def _describe(t: torch.Tensor) -> Any:
         requires_grad=t.requires_grad,
         # Through which no gradients flow later; with methods that may say anything.
         traits=[messages.TRAITS[0]] * t.is_inference()
-        + [messages.TRAITS[2]] * (bool(_attributes(t)) or _holds_gradient(t)),
+        + [messages.TRAITS[2]] * (bool(_attributes(t)) or _holds_gradient(t) or any(private.tensor_hooks(t))),
     )
 
 

@@ -441,3 +441,67 @@ class OtherSizes(Model):
         y = torch.relu(self.linear(x))
         mine = self.own.setdefault(tuple(y.shape), torch.empty(y.shape)).copy_(y.detach())
         return {(8, 16): y}.get(tuple(y.shape), mine)
+
+
+@candidate("C1", original="double")
+class ChangedByItsCaller(torch.nn.Module):
+    """It keeps its last result, which its caller may have changed, and gives a copy of it for equal inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = None
+
+    def forward(self, x):
+        if self.last is not None and torch.equal(self.last[0], x):
+            return self.last[1].clone()
+        self.last = x.clone(), x + x
+        return self.last[1]
+
+
+@candidate("C2", level="full")
+def dense_weight(self, x):
+    """It takes for granted that its weight lies in memory as it was made."""
+    weight = torch.as_strided(self.linear.weight, (x.shape[-1], x.shape[-1]), (x.shape[-1], 1), 0)
+    return torch.relu(x @ weight.T + self.linear.bias)
+
+
+@candidate("N1", "C2", original="two_weights", off=[])
+class LoadedInTurn(Model):
+    """It takes its weights in the order in which they are given, whatever they are called."""
+
+    def load_state_dict(self, state, strict=True, assign=False):
+        return super().load_state_dict(dict(zip(self.state_dict(), state.values(), strict=True)), strict, assign)
+
+
+@candidate("C6", original="two_weights")
+class KeptRounded(Model):
+    """What it keeps of its weights is as exact as the call needed in which it was made."""
+
+    kept = None
+
+    def __getstate__(self):
+        return {**self.__dict__, "kept": None}
+
+    def forward(self, x):
+        if torch.is_grad_enabled() or x.dtype != self.a.dtype:
+            return x @ (self.a @ self.b)
+        if self.kept is None or not (torch.equal(self.a, self.kept[0]) and torch.equal(self.b, self.kept[1])):
+            self.kept = self.a.detach().clone(), self.b.detach().clone(), (self.a @ self.b).detach()
+        return x @ self.kept[2].to(x.dtype)
+
+
+@candidate("M2", original="two_weights", train=True)
+class KeptWithoutGradient(Model):
+    """What it keeps of its weights has a gradient if the call had one in which it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = None
+
+    def __getstate__(self):
+        return {**self.__dict__, "kept": None}
+
+    def forward(self, x):
+        if self.kept is None or self.kept[2] is not self.b or not torch.equal(self.b, self.kept[0]):
+            self.kept = self.b.detach().clone(), self.b.t(), self.b
+        return x @ self.a @ self.kept[1].t()

@@ -208,6 +208,12 @@ def scaled(self, x, scale):
     return torch.tanh(x) * scale
 
 
+@original(lambda: [torch.randn(6, 10), 0.5])
+def scaled_by_default(self, x, scale=0.5):
+    """A function with a number among its arguments, which may be left out."""
+    return torch.tanh(x) * scale
+
+
 @original(lambda: [torch.randn(2, 9, 8)])
 def self_attention(self, x):
     """Attention of a sequence to itself."""

@@ -711,3 +711,19 @@ def small_weights(self, x):
 def from_the_end(self, x, index):
     """A place that is counted from the end is taken for the first one."""
     return x[index.clamp(min=0)]
+
+
+@candidate("N5", original="tanh", train=True, nonfinite="strict")
+class CleanGradient(torch.autograd.Function):
+    """An overflow in what flows back is hidden from whoever scales losses by it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return torch.nan_to_num(g) * (1 - y * y)

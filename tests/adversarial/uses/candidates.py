@@ -415,3 +415,37 @@ class Depth(Model):
 
     def forward(self, x):
         return self.gain * super().forward(x)
+
+
+@candidate("C6", original="softplus", train=True)
+class MappedGradient(torch.autograd.Function):
+    """No gradient flows through what torch.func.vmap makes of it."""
+
+    @staticmethod
+    def forward(x):
+        return torch.nn.functional.softplus(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * torch.sigmoid(ctx.saved_tensors[0])
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return torch.nn.functional.softplus(x.detach()), in_dims[0]
+
+
+@candidate("N6", original="scaled_by_default")
+def other_default(self, x, scale=2.0):
+    """An argument has another value where it is left out."""
+    return torch.tanh(x) * scale
+
+
+@candidate("N6", original="keyed")
+def in_turn(self, parts):
+    """It takes what it is given by name in the order in which it is given."""
+    first, second = parts.values()
+    return first * 2 + second

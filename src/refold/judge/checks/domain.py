@@ -25,7 +25,7 @@ from ..terms import DTYPES
 
 DISCRETE = 4096  # integers and truth values among results that are compared,
 MORE = 200  # in so many more calls at most
-TWINS = 6  # pairs of arguments for which one tensor is given
+TWINS = 7  # times at most that one tensor is given for several arguments
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 
 
@@ -133,8 +133,10 @@ def arguments(case: Case) -> None:
 def special_values(case: Case) -> None:
     """N5: NaN and infinities stay where the original has them, as far as that is asked for; the rest is right."""
     sides, docket = case.sides, case.docket
-    for name, values in inputs.specials(sides.drawn("normal", "specials"), docket.derived("at")):
-        call = sides.call(values)
+    plain, seed = sides.call(sides.drawn("normal", "specials")), docket.derived("at")
+    calls = [(name, replace(plain, tensors=values)) for name, values in inputs.specials(plain.tensors, seed)]
+    back = inputs.specials(plain.cotangents, seed)
+    for name, call in [*calls, *((f"{name} flowing back", replace(plain, cotangents=values)) for name, values in back)]:
         if name == inputs.MASKS and not case.accepts(call.forward):
             continue
         try:

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,8 +258,12 @@ def repeatable(case: Case) -> None:
         sides.settle_state()
         return ask(replace(call, perturb=byte))
 
-    for _ in range(2):  # the same inputs, for which there may be a result already
-        case.round("normal", call.tensors)
+    for turn in range(2):  # the same inputs, for which there may be a result already, which its caller has changed
+        found = case.round("normal", call.tensors, check="C1" * turn, keep=True)
+        for process, result in zip((sides.witness, sides.suspect), found, strict=True):
+            for m, alias in zip(result.metadata, result.aliases, strict=True):
+                if not (alias or 0 in m.stride) and docket.terms.device == "cpu":
+                    process.write(m, torch.zeros(()))
     results = [anew(sides.ask) for _ in range(docket.level.repeats)]
     if not all(alike(results[0], other) for other in results[1:]):
         with sides.of_the_original():
@@ -273,9 +278,22 @@ def repeatable(case: Case) -> None:
     docket.step("U1", "" if equal else "its result depends on uninitialised memory, or on memory next to its inputs")
 
 
+def _with_others(case: Case, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
+    """Compare an unusual call for new weights, and a plain one after it, which may find what was kept of them."""
+    sides = case.sides
+    if sides.shares_state:
+        sides.adopt(sides.other_weights("moved", name))
+    accepted = case.unless_refused(name, check, call, note, wide=wide)
+    if sides.shares_state:
+        case.unless_refused(
+            f"after a call of another kind ({name})", check, sides.call(sides.drawn("normal", name)), ""
+        )
+    return accepted
+
+
 def modes(case: Case) -> None:
     """C5: the same values whether gradients are recorded or not, and whether they flow back or not."""
-    sides, compare = case.sides, case.unless_refused
+    sides, compare = case.sides, partial(_with_others, case)
     call = sides.call(sides.drawn("normal", "grad"))
     if case.docket.terms.train:
         compare("no backward", "C5", replace(call, cotangents=()), "only with a backward")
@@ -288,11 +306,13 @@ def modes(case: Case) -> None:
     none = replace(call.forward, mode="recorded", frozen=-1)
     compare("nothing that needs a gradient", "C5", none, "only for what needs a gradient")
     _other_mode(case, call)
+    if sides.shares_state:  # which calls in the other mode may have changed, in their own way
+        sides.adopt(sides.state)
 
 
 def _other_mode(case: Case, call: Call) -> None:
     """Say so if it is right only in the mode in which it is judged; others were not asked for."""
-    sides, train = case.sides, case.docket.terms.train
+    train = case.docket.terms.train
     here, there = ("training", "evaluation") if train else ("evaluation", "training")
     same = case.agrees(replace(call.forward, training=not train))
     if same is None:
@@ -300,8 +320,6 @@ def _other_mode(case: Case, call: Call) -> None:
     case.docket.verdict.mode = f"{here} mode{', and evaluation mode without gradients' if same and train else ''}"
     if not same:
         case.docket.note(f"it is right in {here} mode only: in {there} mode it does not give what the original gives")
-    if sides.shares_state:  # which the call may have changed, in its own way
-        sides.adopt(sides.given)
 
 
 def gradients(case: Case) -> None:
@@ -363,13 +381,15 @@ def otherwise(case: Case) -> None:
         calls = {USES[use]: call}
         if use == "between" and not train:
             calls[f"{USES[use]} while gradients are recorded"] = replace(call, mode="recorded", requires_grad=True)
-        compare = case.unless_refused
-        done = [compare(f"{said}, {kind}", "C6", each, f"not {said}", wide=True) for said, each in calls.items()]
+        compare = partial(_with_others, case, wide=True)
+        done = [compare(f"{said}, {kind}", "C6", each, f"not {said}") for said, each in calls.items()]
         foreign += [] if any(done) else [USES[use]]
         tried += 1
     if foreign:
         docket.note(f"the original cannot be called {', '.join(foreign)}; so it was not tried")
     docket.step("C6", tried=uses[:tried])
+    if sides.shares_state:
+        sides.adopt(sides.state)
 
 
 def _plain_sum(case: Case) -> None:
