@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..ops.torch.nodes import define
-from .ir.fx import is_tensor, value
+from .ir.fx import CONVERT, is_tensor, value
 from .private import OpOverload, tree_leaves
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ OF_PAIRS = define("of_pairs", "(Tensor x) -> Tensor", _of_pairs, _fake_pairs)
 """``view_as_complex``, likewise."""
 
 _OPAQUE = {
-    torch.ops.prims.convert_element_type.default: CAST,
+    CONVERT: CAST,
     aten.view_as_complex.default: OF_PAIRS,
     aten.lift_fresh_copy.default: AS_TRACED,  # of a constant
 }

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from ..ir.captured_loop import CapturedLoop, captured_loops, is_checkpoint, parts
-from ..ir.fx import add_argument, same
+from ..ir.fx import add_argument, same, take_place
 from .mutation import changed_in_place
 
 _ON_NUMBERS = (operator.add, operator.sub, operator.mul, operator.neg)
@@ -101,9 +101,7 @@ def _take_items(loop: CapturedLoop, call: Node) -> None:
             given.append(taken[x, dim][1])
         with body.inserting_before(node):
             item = body.call_function(operator.getitem, (taken[x, dim][1], at))
-        item.meta = dict(node.meta)
-        node.replace_all_uses_with(item)
-        body.erase_node(node)
+        take_place(item, node)
     rest = () if loop.count is not None else (call.args[-1],)
     own = call.args[: len(call.args) - len(rest)]
     call.args = (*own, *(items for items, _ in taken.values()), *rest)

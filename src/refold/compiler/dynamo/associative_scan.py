@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..inductor import duplicate
+from ..ir.fx import take_place
 
 
 def define_scans(gm: GraphModule, everywhere: bool) -> GraphModule:
@@ -39,9 +40,7 @@ def define_scans(gm: GraphModule, everywhere: bool) -> GraphModule:
         gm.add_submodule(name, Neighbours(gm.get_submodule(str(combine.target)), len(xs)))  # type: ignore[arg-type]
         with gm.graph.inserting_before(node):
             call = gm.graph.call_module(name, (*xs, *others))
-        call.meta = dict(node.meta)
-        node.replace_all_uses_with(call)
-        gm.graph.erase_node(node)
+        take_place(call, node)
     gm.recompile()
     return gm
 

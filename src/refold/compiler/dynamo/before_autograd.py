@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ...ops.torch.registry import OPS
 from ..inductor import duplicate
-from ..ir.builder import Builder, downstream, extract, is_constant, same_strides, upstream
+from ..ir.builder import Builder, downstream, extract, is_constant, placeholders, same_strides, upstream, walk
 from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes
 from ..ir.fx import CONVERT, HALF, copied_graph, is_erased, is_made, is_tensor, registers_hook, until_fixed, value
 from ..ir.metadata import evaluated, with_strides_of
@@ -254,15 +254,8 @@ class BeforeAutograd:
 
     def _sources(self, nodes: Sequence[Node]) -> list[Node]:
         """List what nodes are computed from, as far as Dynamo has nodes for it."""
-        found: dict[Node, None] = {}
-        stack = list(reversed(nodes))
-        while stack:
-            node = stack.pop()
-            if node in self._named:
-                found[node] = None
-            else:
-                stack.extend(reversed(node.all_input_nodes))
-        return list(found)
+        seen = walk(reversed(nodes), lambda x: () if x in self._named else reversed(x.all_input_nodes))
+        return [node for node in seen if node in self._named]
 
     def _reason(self, inputs: list[Node], roots: list[Node]) -> Refusal | None:
         """Say why a rewrite between these nodes of Dynamo's graph cannot stand there; None if it can."""
@@ -348,10 +341,8 @@ class BeforeAutograd:
 
     def _from(self, inputs: list[Node], part: GraphModule, names: Sequence[str]) -> GraphModule:
         """Return a part of the graph as a function of the nodes that Dynamo has."""
-        graph, copies = Graph(), dict[Node, Node]()
-        for node in inputs:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = dict(node.meta)
+        graph = Graph()
+        copies = placeholders(graph, inputs)
         by_name = {node.name: node for node in self._graph.nodes}
         inner = {
             placeholder: _copied(by_name[name], graph, copies)
@@ -393,20 +384,15 @@ class BeforeAutograd:
 
     def _alive(self) -> set[Node]:
         """Return the nodes that a result or an effect depends on, those that write to memory that is read included."""
-        stack, alive, writers = list[Node](), set[Node](), dict[Node, list[Node]]()
+        needed, writers = list[Node](), dict[Node, list[Node]]()
         for place, calls in self._writers.items():
             writers.setdefault(self._maker[place], []).extend(calls)
         for node in self.gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                stack += [node, *writers.get(node, ())]
+                needed += [node, *writers.get(node, ())]
             elif node not in self._loops and not writes(node) and _has_effect(node):
-                stack.append(node)
-        while stack:
-            node = stack.pop()
-            if node not in alive:
-                alive.add(node)
-                stack += [*node.all_input_nodes, *writers.get(node, ())]
-        return alive
+                needed.append(node)
+        return set(walk(needed, lambda x: [*x.all_input_nodes, *writers.get(x, ())]))
 
     def _with_fewer_copies(self, old: str, new: Node) -> Node:
         """Replace a node without copies whose only purpose is a memory layout that nothing needs.

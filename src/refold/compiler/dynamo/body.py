@@ -16,21 +16,23 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from ..ir.builder import walk
 from ..ir.captured_loop import CapturedLoop
-from ..ir.fx import SCATTERS, arg, is_random, is_tensor, is_zero, value
+from ..ir.fx import CONVERT, SCATTERS, arg, is_random, is_tensor, is_zero, take_place, value
 from ..ir.source import expression, located, name_of
 from ..private import tree_flatten, tree_leaves, tree_unflatten
 from ..recurrence.affine import Affine, Loop
 from ..recurrence.delta import RankOne, read_rank_one
 from ..recurrence.delta_form import Corrections
 from ..recurrence.forms import CORRECTED
+from ..recurrence.scatters import content
 from ..recurrence.states import LoopVectorizer
 from ..recurrence.vectorize import NotALoop, Value, vectorize_node
 from .growing import take_parts
 from .induction_variable import InductionVariable, depends_on_iteration
 from .kept_in_place import keep
 from .one_call import Operations
-from .positions import is_plain, slice_of
+from .positions import slice_of
 from .read_back import Origin, promote
 from .step_arithmetic import OF_TENSORS, Counting, is_number
 from .to_aten import environment, to_aten, twin
@@ -206,10 +208,7 @@ def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> St
     place = slice_of(scatter, 3, single, number)
     if place is None:
         raise NotALoop("write-uneven", "the slices that the steps write overlap or leave gaps", scatter)
-    content: Any = scatter.args[1]
-    while content.target is aten.copy.default and is_plain(content):
-        content = content.args[1]
-    return StepWrites(placeholders.index(written), dim % rank, *place, content)  # type: ignore[arg-type]
+    return StepWrites(placeholders.index(written), dim % rank, *place, content(scatter))  # type: ignore[arg-type]
 
 
 class Body(LoopVectorizer):
@@ -379,15 +378,10 @@ class Body(LoopVectorizer):
 
     def _dependencies(self) -> dict[Node, list[Node]]:
         """Return for each carry all that depend on it and that it depends on, itself first in order."""
+        carried = {node: [new] for node, new in self.carried.items() if isinstance(new, Node)}
         reach: dict[Node, set[Node]] = {}
         for node, new in self.carried.items():
-            found, stack = set[Node](), [new] if isinstance(new, Node) else []
-            while stack:
-                x = stack.pop()
-                if x not in found:
-                    found.add(x)
-                    stack += [self.carried[x]] if x in self.carried and isinstance(self.carried[x], Node) else []
-                    stack += x.all_input_nodes
+            found = set(walk([new], lambda x: [*x.all_input_nodes, *carried.get(x, ())])) if node in carried else set()
             reach[node] = found & self.carried.keys()
         return {
             node: [x for x in self.carried if x is node or (x in reach[node] and node in reach[x])]
@@ -480,13 +474,11 @@ def differentiable(graph: Graph) -> None:
                 new = graph.call_function(aten.expand.default, (new, list(like.shape)))
             elif node.target is prims.rev.default:
                 new = graph.call_function(aten.flip.default, node.args)
-            elif node.target is prims.convert_element_type.default:
+            elif node.target is CONVERT:
                 new = graph.call_function(aten._to_copy.default, node.args[:1], {"dtype": node.args[1]})
             elif node.target is prims.iota.default:
                 kinds = {key: node.kwargs[key] for key in ("dtype", "device")}
                 new = graph.call_function(aten.arange.default, node.args, kinds)
             else:
                 raise NotALoop("no-gradient", f"{node.target} has no gradient: `{expression(node)}`", node)
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        take_place(new, node)

@@ -10,18 +10,18 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..ir.captured_loop import CapturedLoop, step_count
-from ..ir.fx import known, registers_hook
+from ..ir.fx import arg, known, registers_hook
 from ..ir.source import name_of
 from ..private import tree_leaves
 from ..recurrence.delta import IDENTITY
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
+from .capture.lengths import JOINS
 from .capture.trace import SHORTEST
 from .mutation import changed_in_place, memory, storages, writes
 
 aten = torch.ops.aten
 
-JOINS = (torch.stack, torch.cat, torch.concat, torch.concatenate)
 SPLITS = ("split", torch.split, torch.functional.split, torch.Tensor.split, "chunk", torch.chunk, torch.Tensor.chunk)
 UNBINDS = ("unbind", torch.unbind, torch.Tensor.unbind, aten.unbind.int)
 
@@ -299,7 +299,7 @@ def _is_identity(node: Node) -> bool:
 
 def unbound(unbind: Any) -> tuple[Node, int]:
     """Read which node is unbound, and along which axis."""
-    return unbind.args[0], unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
+    return unbind.args[0], arg(unbind, 1, "dim", 0)
 
 
 def _name(tensor: Node, back: int) -> str:
@@ -310,7 +310,7 @@ def _name(tensor: Node, back: int) -> str:
 def _parts(split: Any) -> tuple[Node, int, int] | None:
     """Read which node is split, along which axis, and the size of its parts; None if they have several."""
     source, rank = split.args[0], example(split.args[0]).dim()
-    dim = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % rank
+    dim = arg(split, 2, "dim", 0) % rank
     sizes = {known(part.shape[dim]) for part in split.meta["example_value"]}
     (width,) = sizes if len(sizes) == 1 else (None,)
     return (source, dim, width) if isinstance(width, int) else None

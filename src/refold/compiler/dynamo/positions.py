@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..ir.fx import arg, is_tensor, value
+from ..ir.fx import arg, value
 from .induction_variable import InductionVariable
 
 
@@ -31,9 +31,3 @@ def _at(x: Any, size: int, number: InductionVariable) -> tuple[int, int] | None:
     if found is None:
         return None
     return (found[0], found[1] + size) if found[1] < 0 else found
-
-
-def is_plain(copy: Any) -> bool:
-    """Tell whether a copy into a tensor only passes its source on."""
-    source = copy.args[1]
-    return is_tensor(source) and (value(source).shape, value(source).dtype) == (value(copy).shape, value(copy).dtype)

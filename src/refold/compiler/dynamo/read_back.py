@@ -18,8 +18,9 @@ from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
 from ..ir.fx import SCATTERS, add_argument, arg, value
+from ..recurrence.scatters import plain_copy
 from .induction_variable import InductionVariable
-from .positions import is_plain, slice_of
+from .positions import slice_of
 
 aten = torch.ops.aten
 
@@ -81,7 +82,7 @@ def promote(graph: Graph, operands: Sequence[Node], number: InductionVariable) -
         number: The number of the step.
     """
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        if is_plain(node):
+        if plain_copy(node):
             node.replace_all_uses_with(node.args[1])
     graph.eliminate_dead_code()
     promoted = Promoted([], [])

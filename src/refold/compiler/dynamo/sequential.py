@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..ir.builder import placeholders
 from ..ir.cost import Cost, graph_cost
 from ..ir.evaluate import computing_in
 from ..ir.fx import value
@@ -117,11 +118,8 @@ class LoopRewrite(Rewrite):
 def calling(steps: SequentialLoop, like: Graph) -> GraphModule:
     """Return a graph that only calls the loop as it was; it takes what another graph takes."""
     graph = Graph()
-    operands = []
-    for node in like.find_nodes(op="placeholder"):
-        operands.append(graph.placeholder(str(node.target)))
-        operands[-1].meta = dict(node.meta)
-    graph.output(graph.call_module("steps", tuple(operands)))
+    operands = placeholders(graph, like.find_nodes(op="placeholder"))
+    graph.output(graph.call_module("steps", tuple(operands.values())))
     root = torch.nn.Module()
     root.steps = steps
     return GraphModule(root, graph)

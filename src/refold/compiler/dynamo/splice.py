@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .call_site import JOINS, UNBINDS, CallSite, example, unbound
+from ..ir.fx import arg, take_place
+from .call_site import UNBINDS, CallSite, example, unbound
+from .capture.lengths import JOINS
 
 aten = torch.ops.aten
 
@@ -97,10 +99,8 @@ def _replace_list(graph: Graph, items: Node, stacked: Node) -> None:
 
 
 def _replace_join(graph: Graph, join: Any, position: dict[Node, int], stacked: Node) -> None:
-    tensors = list(join.args[0] if join.args else join.kwargs["tensors"])
-    dim = join.args[1] if len(join.args) > 1 else join.kwargs.get("dim", 0)
-    rank = example(join).dim()
-    dim %= rank
+    tensors = list(arg(join, 0, "tensors"))
+    dim = arg(join, 1, "dim", 0) % example(join).dim()
     new_axis = join.target is torch.stack
     parts, at = [], 0
     with graph.inserting_before(join):
@@ -124,9 +124,7 @@ def _replace_join(graph: Graph, join: Any, position: dict[Node, int], stacked: N
             new = graph.call_function(torch.cat, (parts, dim))
         else:
             new = graph.call_function(aten.contiguous.default, (parts[0],))
-    new.meta = dict(join.meta)
-    join.replace_all_uses_with(new)
-    graph.erase_node(join)
+    take_place(new, join)
 
 
 def _run_from(tensors: list[Any], at: int, position: dict[Node, int]) -> int:
@@ -156,7 +154,5 @@ def _drop_items(graph: Graph, sequences: list[Node]) -> None:
             for item in list(sequence.users):
                 with graph.inserting_before(item):
                     new = graph.call_function(torch.select, (source, dim, item.args[1]))
-                new.meta = dict(item.meta)
-                item.replace_all_uses_with(new)
-                graph.erase_node(item)
+                take_place(new, item)
             graph.erase_node(sequence)

@@ -25,7 +25,18 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder, downstream, upstream
 from ..ir.coordinates import sink_moves
-from ..ir.fx import MATMULS, add_argument, arg, is_elementwise, is_pointwise, is_tensor, known, value
+from ..ir.fx import (
+    MATMULS,
+    add_argument,
+    arg,
+    is_elementwise,
+    is_pointwise,
+    is_tensor,
+    known,
+    sum_dims,
+    take_place,
+    value,
+)
 from ..ir.moves import (
     SEVERAL,
     Cat,
@@ -293,9 +304,7 @@ def _multiply_out_columns(graph: Graph) -> None:
         if known(value(node.args[0]).shape[-1]) == 1:
             with graph.inserting_before(node):
                 new = graph.call_function(aten.mul.Tensor, node.args)
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+            take_place(new, node)
 
 
 # Operations: what a node is by elements (or another node), and whether elements are moved or mixed; None for as it is.
@@ -430,10 +439,8 @@ def _write(mover: _Mover, x: Write, whole: Elements | Node, part: Elements | Nod
 
 
 def _sum(splitter: _Splitter, node: Any) -> _Made:
-    found, rank = splitter.elements[node.args[0]], value(node.args[0]).dim()
-    given = arg(node, 1, "dim")
-    dims = {d % rank for d in ([given] if isinstance(given, int) else given or range(rank))}
-    keep = bool(arg(node, 2, "keepdim", False))
+    found = splitter.elements[node.args[0]]
+    dims, keep = {*sum_dims(node)}, bool(arg(node, 2, "keepdim", False))
     if found.axis not in dims:
         axis = found.axis if keep else found.axis - sum(d < found.axis for d in dims)
         return Elements(
@@ -453,10 +460,8 @@ def _sum(splitter: _Splitter, node: Any) -> _Made:
 def _largest(splitter: _Splitter, node: Any) -> _Made:
     """Maxima along the axis, one element after the other; with positions (``max.dim``), if nothing reads those."""
     found, single = splitter.elements[node.args[0]], node.target in (aten.max.dim, aten.min.dim)
-    given, keep = arg(node, 1, "dim", None), arg(node, 2, "keepdim", False)
-    rank = value(node.args[0]).dim()
-    dims = {d % rank for d in ([given] if isinstance(given, int) else given or range(rank))}
-    if dims != {found.axis} or (single and any(user.args[1] != 0 for user in node.users)):
+    keep = arg(node, 2, "keepdim", False)
+    if sum_dims(node) != [found.axis] or (single and any(user.args[1] != 0 for user in node.users)):
         raise NotThis
     # Equal items share a gradient: three do not as by pairs, and since torch 2.14 no clamp hands it to the first.
     by_pairs = clamp_shares(False)[0] == 1.0 if single else len(found.parts) < 3 or node.target not in _SHARED

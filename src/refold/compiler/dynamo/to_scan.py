@@ -22,7 +22,8 @@ from ..recurrence.replace import SCANS, WHY, dualise
 from ..recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Traced, differentiable
-from .call_site import JOINS, CallSite, example, storage
+from .call_site import CallSite, example, storage
+from .capture.lengths import JOINS
 from .mutation import changed_in_place, memory
 from .producers import elementwise_producers, trace_producers
 from .read_back import Origin

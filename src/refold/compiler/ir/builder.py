@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from ..private import SYMBOLIC_ARITHMETIC
-from .fx import Size, concrete, is_random, same, value
+from .fx import CONVERT, Size, concrete, is_random, same, value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -150,7 +150,7 @@ class Builder:
 
     def cast(self, x: Node, dtype: torch.dtype) -> Node:
         """Convert, unless the dtype is right already."""
-        return x if value(x).dtype == dtype else self.call(prims.convert_element_type.default, x, dtype)
+        return x if value(x).dtype == dtype else self.call(CONVERT, x, dtype)
 
     def permute(self, x: Node, order: Sequence[int]) -> Node:
         """Permute axes, unless they are in order already."""
@@ -209,16 +209,7 @@ def sort_topologically(graph: Graph) -> None:
 
 def is_constant(node: Node) -> bool:
     """Tell whether a node computes the same value every time, from no input of the graph."""
-    stack, seen = [node], set()
-    while stack:
-        x = stack.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if x.op != "call_function" or is_random(x.target):
-            return False
-        stack.extend(x.all_input_nodes)
-    return True
+    return all(x.op == "call_function" and not is_random(x.target) for x in walk([node]))
 
 
 def tensors_read(node: Node) -> list[Node]:
@@ -237,22 +228,25 @@ def constants(graph: Graph) -> set[Node]:
 
 def upstream(node: Node) -> set[Node]:
     """Return a node and all that it depends on."""
-    return _reached([node], lambda x: x.all_input_nodes)
+    return set(walk([node]))
 
 
 def downstream(*nodes: Node, until: Container[Node] = ()) -> set[Node]:
     """Return nodes and all that depends on them, but not what depends on those of ``until`` alone."""
-    return _reached(nodes, lambda x: () if x in until else x.users)
+    return set(walk(nodes, lambda x: () if x in until else x.users))
 
 
-def _reached(nodes: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def walk(
+    nodes: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]] = lambda x: x.all_input_nodes
+) -> Iterator[Node]:
+    """Yield nodes, the last one first, and after each its neighbours, and theirs; each node once."""
     stack, seen = [*nodes], set[Node]()
     while stack:
         x = stack.pop()
         if x not in seen:
             seen.add(x)
+            yield x
             stack.extend(neighbours(x))
-    return seen
 
 
 def region_inputs(root: Node, inside: Iterable[Node]) -> list[Node]:
@@ -272,32 +266,23 @@ def between(root: Node, sources: Iterable[Node]) -> set[Node]:
     for node in root.graph.nodes:
         if node not in sources and any(x in sources or x in reached for x in node.all_input_nodes):
             reached.add(node)
-    inside: set[Node] = set()
-    stack = [root]
-    while stack:
-        for x in stack.pop().all_input_nodes:
-            if x in reached and x not in inside:
-                inside.add(x)
-                stack.append(x)
-    return inside
+    return set(walk([root], lambda x: reached.intersection(x.all_input_nodes))) - {root}
+
+
+def placeholders(graph: Graph, nodes: Iterable[Node]) -> dict[Node, Node]:
+    """Let a graph take the values of nodes of another one."""
+    copies = {node: graph.placeholder(node.name) for node in nodes}
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
+    return copies
 
 
 def extract(root: Node | Sequence[Node], inputs: Sequence[Node]) -> GraphModule:
     """Copy the nodes between ``inputs`` and a node, or several, into a module of their own that returns them."""
-    needed: set[Node] = set()
-    roots = [root] if isinstance(root, Node) else list(root)
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node in needed or node in inputs:
-            continue
-        needed.add(node)
-        stack.extend(node.all_input_nodes)
+    roots, given = [root] if isinstance(root, Node) else list(root), set(inputs)
+    needed = set(walk(roots, lambda x: () if x in given else x.all_input_nodes)) - given
     graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+    copies = placeholders(graph, inputs)
     attributes = {}
     for node in roots[0].graph.nodes:
         if node in needed:

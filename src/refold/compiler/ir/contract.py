@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import opt_einsum
@@ -16,8 +17,8 @@ import torch
 from torch.fx import Node
 
 from .builder import Builder
-from .index import Factor, Product, layout
-from .symbols import Axis, resolve
+from .index import Factor, Product
+from .symbols import Axis, atoms, resolve
 
 aten = torch.ops.aten
 
@@ -65,9 +66,14 @@ def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: An
     return Operand(build.call(by, *(aligned(build, x, axes) for x in (a, b))), axes)
 
 
+def multiplied(build: Builder, factors: Iterable[Factor], out: Sequence[Axis]) -> Operand:
+    """Insert factors, and multiply them."""
+    return reduce(lambda a, b: multiply(build, a, b, out), [operand(build, factor) for factor in factors])
+
+
 def lay_out(build: Builder, x: Operand, product: Product) -> Node:
     """Permute, repeat and merge an operand's axes, one per symbol, into those of a product, one per label."""
-    node = spread(build, x, layout(product))
+    node = spread(build, x, atoms(product.labels))
     return build.reshape(node, [math.prod(axis.size for axis in resolve(label)) for label in product.labels])
 
 

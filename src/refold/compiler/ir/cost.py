@@ -18,20 +18,13 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from ..private import OpOverload, schema
-from .fx import concrete
+from .fx import CASTS, concrete
 from .views import is_view
 
 aten = torch.ops.aten
 
 
-_COPIES = (
-    aten.clone.default,
-    aten.repeat.default,
-    aten._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
-    aten.constant_pad_nd.default,
-    aten.full.default,
-)
+_COPIES = (*CASTS, aten.clone.default, aten.repeat.default, aten.constant_pad_nd.default, aten.full.default)
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,11 @@ import torch
 
 from ...verify.memory import available_bytes
 from ..private import TorchDispatchMode, schema, tree_leaves, tree_map
-from .evaluate import BLOCK, WIDER, contracted, summed_in_blocks
+from .evaluate import BLOCK, SINGLE, WIDER, contracted, summed_in_blocks
 from .fx import SUMS_OVER_AXES, is_random
 
 aten = torch.ops.aten
 
-SINGLE = {
-    torch.float64: torch.float32,
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex128: torch.complex64,
-}
 # The gradient of a part is that part among zeros; gradients are added.
 _PARTS = (aten.select_backward.default, aten.slice_backward.default)
 _ADDS = (aten.add.Tensor, aten.add_.Tensor)

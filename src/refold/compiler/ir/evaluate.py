@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .fx import SUMS_OVER_AXES, registers_hook, sum_dims
+from .builder import walk
+from .fx import HALF, SUMS_OVER_AXES, registers_hook, sum_dims
 
 aten = torch.ops.aten
 
@@ -37,13 +38,12 @@ class _Product:
 
 # What is computed in a type instead: all that is narrower than the reference, and what float32 is to be tried for.
 WIDER = {
-    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    **dict.fromkeys((torch.float32, *HALF), torch.float64),
     **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
 }
-_REPLACED = {
-    torch.float64: WIDER,
-    torch.float32: {torch.float64: torch.float32, torch.complex128: torch.complex64},
-}
+_SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+SINGLE = {**_SINGLE, **dict.fromkeys(HALF, torch.float32)}
+_REPLACED = {torch.float64: WIDER, torch.float32: _SINGLE}
 
 
 class Evaluator(torch.fx.Interpreter):
@@ -210,14 +210,9 @@ def values_at(graph: Graph, names: Sequence[str], inputs: Sequence[Any]) -> dict
         inputs: One value a placeholder of the whole graph.
     """
     wanted = [node for node in graph.nodes if node.name in set(names)]
-    needed: set[Node] = set()
     # No value says that what is between these two runs under ``vmap``, as Dynamo writes it out.
-    stack = wanted + [node for node in graph.nodes if getattr(node.target, "__name__", "") in _NESTING]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    nesting = [node for node in graph.nodes if getattr(node.target, "__name__", "") in _NESTING]
+    needed = set(walk([*wanted, *nesting]))
     part = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:

@@ -153,11 +153,16 @@ def same(a: Size, b: Size) -> bool:
     return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
 
 
+def factor_of_second(total: Node) -> Any:
+    """Find the number that a sum of two tensors multiplies the second one by."""
+    return total.kwargs.get("alpha", 1) * (-1.0 if total.target is aten.sub.Tensor else 1.0)  # type: ignore[operator]
+
+
 def sum_dims(node: Node) -> list[int]:
-    """Return the non-negative axes that a sum or mean node reduces."""
+    """Return the non-negative axes that a sum, a mean or a maximum reduces."""
     rank = len(value(arg(node, 0)).shape)
     dims = arg(node, 1, "dim") if node.target not in (aten.sum.default, aten.mean.default) else None
-    if not dims:
+    if dims is None or dims == []:
         return list(range(rank))
     return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
@@ -167,6 +172,13 @@ def add_argument(graph: Graph, name: str) -> Node:
     node = graph.placeholder(name)
     node.target = node.name  # the name in the code of the graph
     return node
+
+
+def take_place(new: Node, node: Node) -> None:
+    """Let a node stand where another one does, which goes."""
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
 
 
 def copied_graph(graph: Graph) -> Graph:

@@ -12,7 +12,7 @@ its diagonal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,11 +20,12 @@ import torch
 from torch.fx import Node
 
 from .fx import MATMULS, arg, is_elementwise, is_tensor, same, sum_dims, value
-from .symbols import Axis, Label, resolve, unify
+from .symbols import Axis, Label, atoms, broadcast, resolve, unify
 from .views import is_view, viewed
 
 aten = torch.ops.aten
 
+CONTRACTIONS = (aten.sum.dim_IntList, *MATMULS)
 # Past this many factors a product is opaque: path search is exponential in it.
 MAX_FACTORS = 8
 
@@ -62,7 +63,12 @@ class Factor:
 
     def axes(self) -> Label:
         """Return the atomic symbols this factor depends on."""
-        return tuple(part for label in self.labels for part in resolve(label))
+        return atoms(self.labels)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for equal reads of one node."""
+        return self.node, self.pending, tuple(map(resolve, self.labels))
 
 
 @dataclass(frozen=True)
@@ -83,18 +89,13 @@ class Product:
     def repeated(self) -> list[Axis]:
         """Return the symbols of the layout along which the value is constant."""
         present = self.present()
-        return [axis for label in self.labels for axis in resolve(label) if axis not in present]
+        return [axis for axis in atoms(self.labels) if axis not in present]
 
 
 def leaf(node: Node) -> Product:
     """Read a node as itself, with fresh symbols."""
     labels = tuple(() if same(size, 1) else (Axis(size),) for size in value(node).shape)
     return Product(labels, (Factor(node, labels),))
-
-
-def layout(product: Product) -> list[Axis]:
-    """Return the atomic symbols of a product's axes, in order."""
-    return [axis for label in product.labels for axis in resolve(label)]
 
 
 def index(node: Node, absorb: Callable[[Node], bool] = lambda _: False, top: bool = True) -> Product:
@@ -147,23 +148,19 @@ def _multiply(node: Node, absorb: Callable[[Node], bool], top: bool) -> Product 
         return None
     # Only the outermost multiplication is expanded unconditionally; see `_is_outer`.
     left, right = index(a, absorb, top=False), index(b, absorb, top=False)
-    joined = _align(node, left, right) or _align(node, leaf(a), leaf(b))
+    joined = _align(left, right) or _align(leaf(a), leaf(b))
     if joined is None or len(joined.factors) > MAX_FACTORS or not (top or _is_outer(joined, left, right)):
         return None
     return joined
 
 
-def _align(node: Node, left: Product, right: Product) -> Product | None:
+def _align(left: Product, right: Product) -> Product | None:
     """Broadcast two products against each other."""
-    rank = len(value(node).shape)
-    labels: list[Label] = []
-    for position in range(-rank, 0):
-        x, y = (p.labels[position] if len(p.labels) >= -position else () for p in (left, right))
-        if x and y and not unify(x, y):
-            return None
-        labels.append(x or y)
+    labels = broadcast(left.labels, right.labels)
+    if labels is None:
+        return None
     return Product(
-        tuple(labels),
+        labels,
         left.factors + right.factors,
         left.scale * right.scale,
         left.bound + right.bound,
@@ -176,7 +173,7 @@ def _is_outer(product: Product, left: Product, right: Product) -> bool:
 
     Otherwise it is an elementwise scaling: better fused into the operand than carried as a factor.
     """
-    axes = {axis for label in product.labels for axis in resolve(label)}
+    axes = {*atoms(product.labels)}
     return all(axes - {axis for f in side.factors for axis in f.axes()} for side in (left, right))
 
 
@@ -212,6 +209,19 @@ def matmul_product(node: Node) -> Product | None:
     )
 
 
+def contraction(node: Node) -> Product | None:
+    """Read a sum over axes or a product of matrices; None if it is neither."""
+    if node.target is aten.sum.dim_IntList:
+        return sum_product(node)
+    return matmul_product(node) if node.target in MATMULS else None
+
+
+def read_further(node: Node, sums: bool = True) -> Product | None:
+    """Read a node as a product of something else, through sums if asked to; None if it is what it is."""
+    inner = contraction(node) if sums and node.target in CONTRACTIONS else index(node)
+    return None if inner is None or any(factor.node is node for factor in inner.factors) else inner
+
+
 def expand(product: Product, inner: Callable[[Node], Product | None] | None = None) -> Product:
     """Read every factor further, through views, products and contractions, down to what is neither.
 
@@ -223,24 +233,13 @@ def expand(product: Product, inner: Callable[[Node], Product | None] | None = No
     while unread:
         factor = unread.pop(0)
         full = bool(factor.pending) or len(factors) + len(unread) >= MAX_FACTORS
-        found = None if full else (inner or _open)(factor.node)
+        found = None if full else (inner or read_further)(factor.node)
         if found is None or not all(unify(x, y) for x, y in zip(found.labels, factor.labels, strict=True)):
             factors.append(factor)
             continue
         unread = [*found.factors, *unread]
         scale, bound, through = scale * found.scale, bound + found.bound, through + found.through
     return Product(product.labels, tuple(factors), scale, bound, through)
-
-
-def _open(node: Node) -> Product | None:
-    """Read a node as a product of something else; None if it is what it is."""
-    if node.target is aten.sum.dim_IntList:
-        inner = sum_product(node)
-    elif node.target in MATMULS:
-        inner = matmul_product(node)
-    else:
-        inner = index(node)
-    return None if inner is None or any(factor.node is node for factor in inner.factors) else inner
 
 
 def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | None:
@@ -250,7 +249,7 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
     """
     if not (node.args and is_tensor(arg(node, 0))) or any(isinstance(a, Node) for a in node.args[1:]):
         return None
-    moved = _resized_axes(node) if node.target in _RESIZING else {} if _is_unary(node) else None
+    moved = _resized_axes(node) if node.target in _RESIZING else [] if _is_unary(node) else None
     if moved is None:
         return None
     inner = index(arg(node, 0), absorb, top=False)
@@ -285,15 +284,16 @@ def _is_unary(node: Node) -> bool:
     return is_elementwise(node.target) and not any(isinstance(a, Node) for a in node.kwargs.values())
 
 
-def _resized_axes(node: Node) -> dict[int, Any]:
+def _resized_axes(node: Node) -> Iterable[int]:
     """Return the axes that a pad or slice really touches."""
-    rank = len(value(node).shape)
-    if node.target is aten.slice.Tensor:
-        dim = arg(node, 1, "dim", 0) % rank
-        return {dim: None}
-    pad = arg(node, 1)
-    pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
-    return {rank - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
+    return [arg(node, 1, "dim", 0) % value(node).dim()] if node.target is aten.slice.Tensor else padding(node)
+
+
+def padding(node: Node) -> dict[int, tuple[int, int]]:
+    """Return how much a node pads each axis before and after, if at all."""
+    pad, rank = arg(node, 1), value(node).dim()
+    pairs = {rank - 1 - k: (pad[2 * k], pad[2 * k + 1]) for k in range(len(pad) // 2)}
+    return {dim: pair for dim, pair in pairs.items() if pair != (0, 0)}
 
 
 def _moved_args(node: Node, x: Node, dims: dict[int, int]) -> tuple[Any, ...]:
@@ -302,7 +302,7 @@ def _moved_args(node: Node, x: Node, dims: dict[int, int]) -> tuple[Any, ...]:
         return (x, next(iter(dims.values())), *node.args[2:])
     if node.target is aten.constant_pad_nd.default:
         rank, pad = len(value(x).shape), [0, 0] * len(value(x).shape)
-        for dim, pair in _resized_axes(node).items():
+        for dim, pair in padding(node).items():
             start = 2 * (rank - 1 - dims[dim])
             pad[start : start + 2] = pair
         return (x, pad, *node.args[2:])

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from ..private import statically_known_true
 from .builder import Builder
-from .fx import RESHAPES, Size, arg, is_tensor, known, same, value
+from .fx import CASTS, RESHAPES, Size, arg, is_tensor, known, same, value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -351,10 +351,7 @@ def _write(node: Any, holds: Holds) -> Moved | None:
 
 # Operations with several results that are parts of a tensor, and where they name the axis.
 SEVERAL: dict[Any, int] = {aten.unbind.int: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2}
-_COPIES = (
-    aten.alias.default, aten.clone.default, aten.detach.default, aten.copy.default, aten._to_copy.default,
-    prims.convert_element_type.default,
-)  # fmt: skip
+_COPIES = (*CASTS, aten.alias.default, aten.clone.default, aten.detach.default, aten.copy.default)
 _VIEWS = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _SPELLINGS: dict[Any, Callable[[Node, Holds], Moved | None]] = {
     **dict.fromkeys(_COPIES, _copy),

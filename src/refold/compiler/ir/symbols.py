@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from .fx import Size, same
 
@@ -41,6 +42,16 @@ def resolve(label: Iterable[Axis]) -> Label:
     return tuple(part for axis in label for part in axis.resolve())
 
 
+def atoms(labels: Iterable[Label]) -> Label:
+    """Return the atomic symbols of several labels, in order."""
+    return resolve(axis for label in labels for axis in label)
+
+
+def extent(label: Iterable[Axis]) -> int:
+    """Return how many positions a label names."""
+    return math.prod(int(axis.size) for axis in resolve(label))
+
+
 def unify(a: Label, b: Label) -> bool:
     """Make two labels of equal total size name the same positions; split symbols where needed.
 
@@ -65,6 +76,12 @@ def unify(a: Label, b: Label) -> bool:
     return not left and not right
 
 
+def broadcast(a: Sequence[Label], b: Sequence[Label]) -> tuple[Label, ...] | None:
+    """Return the labels of what two values broadcast to, the last axes of which correspond; None if they do not fit."""
+    pairs = [*zip_longest(reversed(a), reversed(b), fillvalue=())][::-1]
+    return tuple(x or y for x, y in pairs) if all(unify(x, y) for x, y in pairs if x and y) else None
+
+
 def _quotient(size: Size, outer: Size) -> int | None:
     if isinstance(size, int) and isinstance(outer, int) and outer > 1 and size % outer == 0:
         return size // outer
@@ -73,7 +90,7 @@ def _quotient(size: Size, outer: Size) -> int | None:
 
 def regroup(labels: Sequence[Label], shape: Sequence[Size]) -> tuple[Label, ...] | None:
     """Redistribute symbols over a new shape, as a row-major reshape does; None if they do not fit."""
-    flat = [axis for label in labels for axis in resolve(label)]
+    flat = list(atoms(labels))
     if any(not isinstance(size, int) for size in (*shape, *(axis.size for axis in flat))):
         return _regroup_symbolic(flat, list(shape))
     grouped: list[Label] = []

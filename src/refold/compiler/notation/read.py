@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from ..ir.fx import CASTS, MATMULS, arg, is_tensor, sum_dims, value
 from ..ir.moves import Cat, Pad, Slice, View
 from ..ir.moves import read as read_moves
-from ..ir.symbols import Axis, Label, resolve, unify
+from ..ir.symbols import Axis, Label, atoms, extent, resolve, unify
 from ..ir.views import is_view, viewed
 from .operations import DTYPES, ELEMENTWISE, REDUCTIONS
 from .program import MOST_FACTORS, MOST_STEPS, Equation, Equations, Groups, Read
@@ -203,8 +203,7 @@ class _Values:
     def _flat(self, view: Node, x: _Operand) -> None:
         """Define a view that is none in index notation: the same elements in order, under other axes."""
         labels = tuple(() if size == 1 else (Axis(int(size)),) for size in value(view).shape)
-        inner = [axis for label in x.dims for axis in resolve(label)]
-        if [axis for label in x.own for axis in resolve(label)] != inner:
+        if atoms(x.own) != atoms(x.dims):
             raise _NotInGrammar  # permuted or repeated before
         self.define(view, "reshape", [x], labels)
 
@@ -214,7 +213,7 @@ class _Values:
         reads: list[Read | float | int] = []
         out = [resolve(label) for label in dims]
         operands = [x for x in of if isinstance(x, _Operand)]
-        every = [axis for x in operands for label in x.own for axis in resolve(label)] + [a for row in out for a in row]
+        every = [axis for x in operands for axis in atoms(x.own)] + [a for row in out for a in row]
         for axis in every:
             if axis not in letters:
                 letters[axis] = self._letter(int(axis.size))
@@ -328,8 +327,8 @@ class _Reader:
 
     def _counted(self, factors: list[_Operand], summed: Label, scale: float = 1) -> list[_Given]:
         """Add the number of equal terms, where symbols are summed over that no factor has."""
-        own = {axis for f in factors for label in f.own for axis in resolve(label)}
-        scale *= math.prod(int(axis.size) for axis in resolve(summed) if axis not in own)
+        own = {axis for factor in factors for axis in atoms(factor.own)}
+        scale *= extent(axis for axis in resolve(summed) if axis not in own)
         return [*factors] if scale == 1 else [*factors, scale]
 
     def _added(self, node: Node) -> None:
@@ -392,8 +391,7 @@ class _Reader:
         self._one(node, do, x, dims, keep)
 
     def _one(self, node: Node, do: str, x: _Operand, dims: set[int], keep: bool) -> None:
-        own = {axis for label in x.own for axis in resolve(label)}
-        if any(axis not in own for label in x.dims for axis in resolve(label)):
+        if not {*atoms(x.dims)} <= {*atoms(x.own)}:
             raise _NotInGrammar  # repeated
         kept = [() if d in dims else label for d, label in enumerate(x.dims) if keep or d not in dims]
         self.values.define(node, do, [x], kept)
@@ -483,8 +481,7 @@ class _Reader:
 
     def _in_order(self, x: _Operand) -> None:
         """Require that a value is read with its own axes in order: what changes sizes has no other reading."""
-        flat = [axis for label in x.dims for axis in resolve(label)]
-        if flat != [axis for label in x.own for axis in resolve(label)]:
+        if atoms(x.dims) != atoms(x.own):
             raise _NotInGrammar
 
     def _pad(self, node: Node, move: Pad) -> None:

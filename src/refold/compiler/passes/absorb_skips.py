@@ -17,24 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
-from math import isfinite, prod
+from math import isfinite
 from operator import getitem
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..ir.builder import Builder, between, sort_topologically, upstream
-from ..ir.contract import Operand, lay_out, multiply, operand
-from ..ir.fx import CONVERT, HALF, SUMS, arg, is_random, is_tensor, is_training, value
-from ..ir.index import Factor, Product, expand, index
+from ..ir.contract import Operand, lay_out, multiplied
+from ..ir.fx import CONVERT, HALF, SUMS, arg, factor_of_second, is_random, is_tensor, is_training, value
+from ..ir.index import Factor, Product, expand, index, padding, read_further
 from ..ir.operators import HEADS
 from ..ir.rewrite import Rewrite, replace_node
-from ..ir.symbols import Axis, Label, resolve
+from ..ir.symbols import Axis, Label, atoms, extent, resolve
 from ..ir.views import is_view, viewed
-from ..recurrence.chunked_form import before_padding, length_before_padding, padding, with_label
+from ..recurrence.chunked_form import before_padding, length_before_padding, with_label
 from ..recurrence.narrowing import narrowed_later
 from ..recurrence.segment_sums import unify_all
 
@@ -107,11 +105,11 @@ def _read(y: Node, x: Node) -> _Skip | None:
         return None  # a gradient would flow where there is none
     rest = list(product.factors)
     for factor in given.factors:
-        same = next((x for x in rest if _identity(x) == _identity(factor)), None)
+        same = next((x for x in rest if x.identity == factor.identity), None)
         if same is None:
             return None
         rest = [x for x in rest if x is not same]
-    own = {axis for label in given.labels[2:] for axis in resolve(label)}
+    own = {*atoms(given.labels[2:])}
     if not all(set(factor.axes()) <= own for factor in rest):
         return None
     if not given.scale or not isfinite(scale := sign * product.scale / given.scale):
@@ -143,7 +141,7 @@ def _followed(y: Node, labels: tuple[Label, ...]) -> tuple[Node, tuple[Label, ..
                     moved = with_label(labels, dim, filled[0])
         elif user.target is aten.slice.Tensor and filled is not None:
             dim = arg(user, 1, "dim", 0) % value(user).dim()
-            whole = resolve(labels[dim]) == resolve(filled[0]) and value(user).shape[dim] == _size(filled[1])
+            whole = resolve(labels[dim]) == resolve(filled[0]) and value(user).shape[dim] == extent(filled[1])
             if whole and arg(user, 2, "start") in (0, None) and arg(user, 4, "step", 1) == 1:
                 moved, filled = with_label(labels, dim, filled[1]), None
         if moved is None:
@@ -154,11 +152,10 @@ def _followed(y: Node, labels: tuple[Label, ...]) -> tuple[Node, tuple[Label, ..
 
 def _summand(end: Node, y: Node) -> tuple[Node | None, float]:
     """Read the term that is added to y, and its scale."""
-    a, b, alpha = arg(end, 0), arg(end, 1), end.kwargs.get("alpha", 1)
-    sign = -1.0 if end.target is aten.sub.Tensor else 1.0
+    a, b, factor = arg(end, 0), arg(end, 1), factor_of_second(end)
     if a is y and is_tensor(b) and b is not y:
-        return b, sign * float(alpha)  # type: ignore[arg-type]
-    if b is y and is_tensor(a) and alpha == 1 and sign == 1.0:
+        return b, factor
+    if b is y and is_tensor(a) and factor == 1:
         return a, 1.0
     return None, 0.0
 
@@ -178,7 +175,7 @@ def _opened(product: Product, filled: tuple[Label, Label] | None) -> Product:
     if filled is None:
         return product
     time, short = resolve(filled[0]), filled[1]
-    full = [factor for factor in product.factors if length_before_padding(factor, time) == _size(short)]
+    full = [factor for factor in product.factors if length_before_padding(factor, time) == extent(short)]
     factors = tuple(before_padding(factor, time, short) if factor in full else factor for factor in product.factors)
     through = (*product.through, *(factor.node for factor in full if not factor.pending))
     return expand(replace(product, factors=factors, through=through), _inner)
@@ -189,20 +186,11 @@ def _inner(node: Node) -> Product | None:
     if node.target is CONVERT and _widens(node):
         narrow = index(arg(node, 0))
         return replace(narrow, through=(*narrow.through, node))
-    inner = index(node)
-    return None if any(factor.node is node for factor in inner.factors) else inner
+    return read_further(node, sums=False)
 
 
 def _widens(node: Node) -> bool:
     return value(node).dtype == torch.float32 and value(arg(node, 0)).dtype in HALF
-
-
-def _identity(factor: Factor) -> tuple[Any, ...]:
-    return factor.node, factor.pending, tuple(resolve(label) for label in factor.labels)
-
-
-def _size(label: Label) -> int:
-    return prod(int(axis.size) for axis in resolve(label))
 
 
 def _absorb(scan: Node, skip: _Skip, states: list[Node], wanted: Callable[[str], bool]) -> Rewrite | None:
@@ -247,9 +235,9 @@ def _laid(build: Builder, skip: _Skip) -> Node:
     read = {axis for factor in skip.factors for axis in factor.axes()}
     groups = (heads, channels) if read & set(resolve(channels)) else (heads,)
     if not skip.factors:
-        return build.full(skip.scale, skip.sum, [_size(group) for group in groups])
+        return build.full(skip.scale, skip.sum, [extent(group) for group in groups])
     order = [*resolve(heads), *resolve(channels)]
-    D = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in skip.factors])
+    D = multiplied(build, skip.factors, order)
     node = build.cast(lay_out(build, D, Product(groups, ())), value(skip.sum).dtype)
     return build.dense(build.times(node, skip.scale))
 
@@ -260,8 +248,8 @@ def _laid_as_summand(build: Builder, y: Node, skip: _Skip) -> Node:
     if skip.filled is not None:
         long, short = skip.filled
         dim = [resolve(label) for label in own].index(resolve(short))
-        missing = [0, 0] * (len(own) - 1 - dim) + [0, _size(long) - _size(short)]
+        missing = [0, 0] * (len(own) - 1 - dim) + [0, extent(long) - extent(short)]
         y, own = build.call(aten.constant_pad_nd.default, y, missing), with_label(own, dim, long)
-    axes = [axis for label in own for axis in resolve(label)]
+    axes = list(atoms(own))
     y = lay_out(build, Operand(build.reshape(y, [axis.size for axis in axes]), axes), Product(labels, ()))
     return build.restride(build.cast(y, value(skip.sum).dtype), value(skip.sum))

@@ -27,7 +27,6 @@ from ..ir.builder import Builder
 from ..ir.contract import lay_out, operand
 from ..ir.fx import CONVERT, arg, value
 from ..ir.rewrite import Rewrite, replace_node
-from ..ir.views import is_view
 from ..recurrence.segment_sums import masked_copies
 
 aten = torch.ops.aten
@@ -41,15 +40,12 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
     for root in graph.find_nodes(op="call_function", target=aten.cumsum.default):
         if not wanted(root.name) or "dtype" in root.kwargs or value(root).dtype != torch.float32:
             continue
-        masked = arg(root, 0)
-        while is_view(masked) and masked.target is aten.clone.default:
-            masked = arg(masked, 0)
         rank = value(root).dim()
         i = arg(root, 1, "dim") % rank
-        found = masked_copies(masked, i)
+        found = masked_copies(root, i)
         if found is None:
             continue
-        read, j, keep_true = found
+        masked, read, j, keep_true = found
         build = Builder(root, read.through)
         mask = arg(masked, 0)
         keep = mask if keep_true else build.call(aten.logical_not.default, mask)

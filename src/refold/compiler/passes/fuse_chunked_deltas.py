@@ -36,7 +36,21 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, constants, downstream, sort_topologically, tensors_read, upstream
-from ..ir.fx import RESHAPES, SUMS, SizesFixed, arg, concrete, fix, is_tensor, is_training, power, same, sizes, value
+from ..ir.fx import (
+    CONVERT,
+    RESHAPES,
+    SUMS,
+    SizesFixed,
+    arg,
+    concrete,
+    fix,
+    is_tensor,
+    is_training,
+    power,
+    same,
+    sizes,
+    value,
+)
 from ..ir.operators import RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
@@ -45,8 +59,7 @@ from ..recurrence.duality import FORGETS
 from ..recurrence.scatters import position, slice_writes
 
 aten = torch.ops.aten
-prims = torch.ops.prims
-_MOVES = (aten.select.int, aten.slice.Tensor, prims.convert_element_type.default)
+_MOVES = (aten.select.int, aten.slice.Tensor, CONVERT)
 MOST = 40_000
 """How many nodes may lie between operands and outputs: some dozens for each chunk."""
 OPERANDS = 8
@@ -452,7 +465,7 @@ def _number(node: Node) -> float | None:
     """Read the number that a node multiplies its only operand by; None if it does anything else."""
     if node.target is aten.mul.Tensor and isinstance(node.args[1], int | float):
         return float(node.args[1])
-    return 1.0 if is_view(node) or node.target is prims.convert_element_type.default else None
+    return 1.0 if is_view(node) or node.target is CONVERT else None
 
 
 def _inputs(x: Node | float | None) -> set[Node]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from math import prod
 from operator import getitem
 from typing import Any
 
@@ -23,12 +21,12 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder, same_strides, sort_topologically
-from ..ir.contract import Operand, contract, lay_out, multiply, operand
+from ..ir.contract import Operand, contract, lay_out, multiplied, multiply, operand
 from ..ir.fx import CONVERT, arg, is_tensor, is_training, value
-from ..ir.index import Factor, Product, layout
+from ..ir.index import Factor, Product
 from ..ir.operators import HEADS, RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
-from ..ir.symbols import Axis, Label, resolve, unify
+from ..ir.symbols import Axis, Label, atoms, extent, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, ScanForm, read_scan, read_states, require, with_label
 from ..recurrence.duality import FORGETS, divisor, step_limits, uncorrected
 from ..recurrence.narrowing import narrow_after, narrowed_later
@@ -116,7 +114,7 @@ def _operands(scan: ScanForm, kind: torch.dtype) -> _Operands:
     written = list(scan.written.factors)
     free = False
     for step in steps:
-        same = [f for f in written if (f.node, f.pending, _axes(f)) == (step.node, step.pending, _axes(step))]
+        same = [factor for factor in written if factor.identity == step.identity]
         if not same:
             free, written = True, list(scan.written.factors)
             break
@@ -133,10 +131,6 @@ def _operands(scan: ScanForm, kind: torch.dtype) -> _Operands:
         Product((), tuple(values), scan.written.scale), dt, A, Product((), tuple(keys)), scan.queries,
         free, not (lossy or kind == torch.float16),
     )  # fmt: skip
-
-
-def _axes(factor: Factor) -> tuple[Label, ...]:
-    return tuple(resolve(label) for label in factor.labels)
 
 
 def _spanned(factors: Sequence[Factor]) -> set[Axis]:
@@ -156,7 +150,7 @@ class _Places:
 
 
 def _places(scan: ScanForm, given: _Operands) -> _Places:
-    outer = [axis for axis in layout(scan.y) if axis not in resolve(scan.padded)]
+    outer = [axis for axis in atoms(scan.y.labels) if axis not in resolve(scan.padded)]
     read = _spanned([*given.B.factors, *given.C.factors])
     channels = tuple(axis for axis in outer if axis not in read | _spanned(scan.decays.factors))
     # Heads are what rates depend on or what shares B and C, and what lies after time in memory.
@@ -181,7 +175,7 @@ def _arguments(
     if divided and dt is not None:
         steps, rate = divisor(build.call, dt.node)
         dt = Operand(steps, dt.axes)
-        if set(dt.axes) <= {*at.batch, *at.time, *at.groups} and _size(at.summed) <= _size(at.channels):
+        if set(dt.axes) <= {*at.batch, *at.time, *at.groups} and extent(at.summed) <= extent(at.channels):
             B = multiply(build, B, dt, order, by=aten.div.Tensor)
         else:
             x = multiply(build, x, dt, order, by=aten.div.Tensor)
@@ -211,7 +205,7 @@ def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Itera
     operator, arguments, state = _arguments(build, scan, given, at, like)
     result = build.call(operator.target, *arguments)
     y, last = (build.call(getitem, result, i) for i in (0, 1))
-    if missing := _size(resolve(scan.padded)) - _size(at.time):
+    if missing := extent(resolve(scan.padded)) - extent(at.time):
         y = build.call(aten.constant_pad_nd.default, y, [0, 0, 0, 0, 0, missing])
     axes = [*at.batch, *resolve(scan.padded), *at.heads, *at.channels]
     y = lay_out(build, Operand(build.reshape(y, [axis.size for axis in axes]), axes), scan.y)
@@ -220,8 +214,8 @@ def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Itera
     end = Operand(build.reshape(last, [axis.size for axis in axes]), axes)
     lasts = [(node, _lay_last(build, node, end, scan.states)) for node in scan.states.lasts()]
 
-    tokens, size = _size(at.time), f"{_size(at.channels)} x {_size(at.summed)}"
-    detail = f"{tokens} tokens, {_size(at.heads)} heads of {size} as one {operator.name}"
+    tokens, size = extent(at.time), f"{extent(at.channels)} x {extent(at.summed)}"
+    detail = f"{tokens} tokens, {extent(at.heads)} heads of {size} as one {operator.name}"
     if not lasts and (rewrite := _narrowed(build, root, y, wanted, detail, tokens)) is not None:
         yield rewrite
         return
@@ -253,20 +247,16 @@ def _narrowed(
     )  # fmt: skip
 
 
-def _size(label: Sequence[Axis]) -> int:
-    return prod(int(axis.size) for axis in label)
-
-
 def _multiplied(build: Builder, product: Product, order: Sequence[Axis]) -> Operand:
     """Multiply the factors of a product."""
-    x = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in product.factors])
+    x = multiplied(build, product.factors, order)
     return Operand(build.times(x.node, product.scale), x.axes)
 
 
 def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: float, like: torch.Tensor) -> Node:
     """Lay a product out dense, each axis a group of symbols; a number if there is no product."""
     if x is None:
-        sizes = [_size(group) for group in groups]
+        sizes = [extent(group) for group in groups]
         return build.call(aten.full.default, sizes, number, dtype=like.dtype, device=like.device)
     return build.dense(build.cast(lay_out(build, x, Product(groups, ())), like.dtype))
 
@@ -312,7 +302,7 @@ def _contract_last_state(root: Node, states: ChunkStates) -> Rewrite:
     after, step, decays = resolve(states.end.after or ()), resolve(states.end.step), states.end.source
     time = (*resolve(states.chunk), *after)
     labels = with_label(states.layout.labels, states.dim, ())
-    out = [axis for label in labels for axis in resolve(label)]
+    out = list(atoms(labels))
     require(len({*time, *step, *out}) == len(time) + len(step) + len(out))
     require(_spanned(states.written.factors) <= {*time, *out})
     require(_spanned(decays.factors) <= {*resolve(states.chunk), *step, *out})
@@ -325,7 +315,7 @@ def _contract_last_state(root: Node, states: ChunkStates) -> Rewrite:
     row = lay_out(build, a, Product((*((axis,) for axis in outer), time), ()))
     bounded = build.call(aten.clamp_min.default, row, FORGETS)
     since = build.call(aten.cumsum.default, bounded, len(outer), dtype=torch.float64)
-    total = build.call(aten.slice.Tensor, since, len(outer), _size(time) - 1, _size(time))
+    total = build.call(aten.slice.Tensor, since, len(outer), extent(time) - 1, extent(time))
     to_end = _exponential(build, build.call(aten.sub.Tensor, total, since), [*outer, *time], value(root).dtype)
     written = sorted((operand(build, factor) for factor in states.written.factors), key=lambda x: value(x.node).numel())
     state = contract(build, [to_end, *written], set(out), out)
@@ -342,9 +332,9 @@ def _contract_last_state(root: Node, states: ChunkStates) -> Rewrite:
         added=build.added,
         name="contract last state",
         why="the state after each chunk is written out, and only the last is read",
-        detail=f"the state after {_size(time)} tokens as one product",
+        detail=f"the state after {extent(time)} tokens as one product",
         multilinear=False,
-        terms=_size(time),
+        terms=extent(time),
         spread=0.1,
     )
 

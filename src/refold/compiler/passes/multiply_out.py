@@ -10,12 +10,13 @@ Values may have any shape. Source: Aji & McEliece 2000, "The Generalized Distrib
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 from torch.fx import Graph, Node
 
 from ...errors import ProgramError
-from ..ir.builder import Builder, between
+from ..ir.builder import Builder, between, walk
 from ..ir.fx import CONVERT, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
@@ -96,15 +97,8 @@ def multiply_out(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
 
 def _behind(root: Node) -> list[Node]:
     """List what a root reads through views, sums, products, scalings and diagonals; a few dozen nodes at most."""
-    seen: dict[Node, None] = {}
-    stack = list(root.all_input_nodes)
-    while stack and len(seen) < _LOOKED_AT:
-        node = stack.pop()
-        if node not in seen and node.op == "call_function":
-            seen[node] = None
-            if is_view(node) or node.target in _LINEAR:
-                stack += node.all_input_nodes
-    return list(seen)
+    behind = walk(root.all_input_nodes, lambda x: x.all_input_nodes if is_view(x) or x.target in _LINEAR else ())
+    return list(islice((node for node in behind if node.op == "call_function"), _LOOKED_AT))
 
 
 def _reads_product(root: Node) -> bool:

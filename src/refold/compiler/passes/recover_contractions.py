@@ -21,9 +21,9 @@ from torch.fx import Graph, Node
 from ..ir.builder import Builder, UnknownSize
 from ..ir.contract import Operand, contract_in_order, lay_out, least_work, operand
 from ..ir.fx import MATMULS, arg, concrete, same, sum_dims, value
-from ..ir.index import Product, layout, matmul_product, sum_product
+from ..ir.index import Product, matmul_product, sum_product
 from ..ir.rewrite import Rewrite, replace_node
-from ..ir.symbols import Axis, resolve
+from ..ir.symbols import Axis, atoms, resolve
 from ..ir.views import is_view
 
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ class _Einsum:
         """Spell the einsum with the sizes of its symbols."""
         letters: dict[Axis, str] = {}
         terms = [_spell(factor.axes(), letters) for factor in self.product.factors]
-        out = _spell([axis for axis in layout(self.product) if axis in self.product.present()], letters)
+        out = _spell([axis for axis in atoms(self.product.labels) if axis in self.product.present()], letters)
         sizes = " ".join(f"{letter}={axis.size}" for axis, letter in letters.items())
         repeats = [str(axis.size) for axis in self.product.repeated()]
         dropped = f", repeat of {' x '.join(repeats)} dropped" if repeats else ""
@@ -162,7 +162,7 @@ class _Einsum:
         shrinks = abs(self.scale) < 1 and value(self.root).dtype == torch.float16
         if shrinks:
             operands[0].node = build.times(operands[0].node, self.scale)
-        out = [axis for axis in layout(self.product) if axis in self.product.present()]
+        out = [axis for axis in atoms(self.product.labels) if axis in self.product.present()]
         x = contract_in_order(build, operands, self.path, out)
         if not shrinks:
             x = Operand(build.times(x.node, self.scale), x.axes)
@@ -183,8 +183,8 @@ def _plan(root: Node, product: Product) -> _Einsum | None:
         root.target in _MEANS and value(root).dtype == torch.float16
     ):  # ATen sums it in float32, and divides before rounding
         return None
-    everything = {*bound, *(axis for label in product.labels for axis in resolve(label))}
-    out = [axis for axis in layout(product) if axis in present]
+    everything = {*bound, *atoms(product.labels)}
+    out = [axis for axis in atoms(product.labels) if axis in present]
     factors = [factor.axes() for factor in product.factors]
     path = least_work(factors, out, lambda axis: concrete(axis.size)) if len(factors) > 1 else []
     naive = math.prod(concrete(axis.size) for axis in everything)

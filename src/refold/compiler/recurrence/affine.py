@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import CONVERT, SUMS, is_pointwise, is_tensor, known, value
+from ..ir.fx import CONVERT, SUMS, factor_of_second, is_pointwise, is_tensor, known, value
 from ..ir.moves import Copy, Expand, Slice, View, read, shape_of
 from ..ir.operators import SCAN
 from ..ir.source import expression, name_of
@@ -243,7 +243,7 @@ class StepAlgebra:
             raise NotALoop("mixes-elements", f"`{expression(node)}` mixes elements of {loop.name}")
         if target in SUMS:
             a, b = operands[:2]  # the factor may be the third
-            alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
+            alpha = factor_of_second(node)
             return self._plus(a, b if alpha == 1 else self._scaled(b, Value(alpha), loop), loop)
         if target is aten.mul.Tensor:
             a, b = operands
@@ -283,7 +283,7 @@ class StepAlgebra:
                 found = self._within(found, bound, node) if found is not None and bound is not None else None
         elif alone and target in SUMS:
             a, b = operands[:2]  # the factor may be the third
-            alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
+            alpha = factor_of_second(node)
             own, by = (mine, self._scaled(b, Value(alpha), loop)) if mine is a else (self._times(mine, alpha), a)
             if mine is a and alpha == 1:
                 by = b

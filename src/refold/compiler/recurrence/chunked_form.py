@@ -29,8 +29,9 @@ import torch
 from torch.fx import Node
 
 from ..ir.fx import arg, is_zero, value
-from ..ir.index import Factor, Product, expand, index, layout
-from ..ir.symbols import Axis, Label, resolve, unify
+from ..ir.index import Factor, Product, expand, index, padding
+from ..ir.moves import Slice, read
+from ..ir.symbols import Axis, Label, atoms, resolve, unify
 from .segment_sums import Segments, decay, pair, same_source, segments, unify_all
 
 aten = torch.ops.aten
@@ -182,13 +183,11 @@ def read_states(node: Node, dim: int) -> ChunkStates:
 def _all_but_last(entering: Factor) -> tuple[Node, int]:
     """Read ``states[:, :-1]``: (states, the axis)."""
     node = entering.node
-    require(not entering.pending and node.target is aten.slice.Tensor)
-    states = arg(node, 0)
-    dim = arg(node, 1, "dim", 0) % value(states).dim()
-    size = value(states).shape[dim]
-    require(arg(node, 2, "start") in (0, None) and arg(node, 3, "end") in (-1, size - 1))
-    require(arg(node, 4, "step", 1) == 1)
-    return states, dim
+    found = read(node)
+    if entering.pending or type(found) is not Slice:
+        raise NotAScan
+    require((found.start, found.stop, found.step) == (0, found.given[found.dim] - 1, 1))
+    return found.of[0], found.dim
 
 
 def _joined(factor: Factor, place: Label) -> tuple[Node, Node, int]:
@@ -224,16 +223,9 @@ def with_label(labels: tuple[Label, ...], axis: int, label: Label) -> tuple[Labe
     return (*labels[:axis], label, *labels[axis + 1 :])
 
 
-def padding(node: Node) -> dict[int, tuple[int, int]]:
-    """Return how much a node pads each axis before and after, if at all."""
-    pad, rank = arg(node, 1), value(node).dim()
-    pairs = {rank - 1 - k: (pad[2 * k], pad[2 * k + 1]) for k in range(len(pad) // 2)}
-    return {dim: pair for dim, pair in pairs.items() if pair != (0, 0)}
-
-
 def _check_symbols(scan: ScanForm, pairs: Segments, within: Label) -> None:
     """Require every symbol to play one part only: where unification had to collapse two, this is no scan."""
-    out = layout(scan.y)
+    out = atoms(scan.y.labels)
     c, i, j, t = (set(resolve(label or ())) for label in (scan.states.chunk, pairs.upto, pairs.after, pairs.step))
     n = set(resolve(scan.summed))
     require(i and j and t and set(resolve(within)) == j | n)

@@ -24,9 +24,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import downstream
-from ..ir.fx import CASTS, MATMULS, SUMS, is_tensor, value
-from ..ir.index import Factor, Product, expand, index, leaf, matmul_product, sum_product
-from ..ir.symbols import Label, resolve, unify
+from ..ir.fx import CASTS, SUMS, factor_of_second, is_tensor, value
+from ..ir.index import Factor, Product, contraction, expand, index, leaf, read_further
+from ..ir.symbols import Label, atoms, resolve, unify
 
 aten = torch.ops.aten
 
@@ -283,16 +283,8 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node], depth: 
     """Yield products, whose sum is the given one, that hold the state as itself, or no value that depends on it."""
 
     def opened(node: Node) -> Product | None:
-        found: Product | None = None
-        if node is state or (node in dependent and node.target in SUMS):
-            return None
-        if node in dependent and node.target is aten.sum.dim_IntList:
-            found = sum_product(node)
-        elif node in dependent and node.target in MATMULS:
-            found = matmul_product(node)
-        else:
-            found = index(node)
-        return None if found is None or any(factor.node is node for factor in found.factors) else found
+        held = node is state or (node in dependent and node.target in SUMS)
+        return None if held else read_further(node, node in dependent)
 
     product = _without_diagonals(expand(product, opened))
     held = [factor for factor in product.factors if factor.node in dependent]
@@ -304,11 +296,9 @@ def _multiplied_out(product: Product, state: Node, dependent: set[Node], depth: 
     if len(held) > 1 or total.pending or total.node.target not in SUMS or depth == _DEPTH:
         raise _Other
     sides, rest = total.node.args[:2], tuple(factor for factor in product.factors if factor is not total)
-    number = total.node.kwargs.get("alpha", 1)
-    if not isinstance(number, int | float):
+    if not isinstance(total.node.kwargs.get("alpha", 1), int | float):
         raise _Other
-    number = -number if total.node.target is aten.sub.Tensor else number
-    for side, scale in zip(sides, (1.0, number), strict=True):
+    for side, scale in zip(sides, (1.0, factor_of_second(total.node)), strict=True):
         if not (isinstance(side, Node) and is_tensor(side) and value(side).dtype == value(total.node).dtype):
             raise _Other
         one = leaf(side)
@@ -407,10 +397,7 @@ class _Values:
 
 def _query(values: _Values, node: Node, new: Node, n: int) -> Query | None:
     """Read a node as a contraction of a step's new state along its keys; None if it is none."""
-    if node.target is aten.sum.dim_IntList:
-        product = sum_product(node)
-    else:
-        product = matmul_product(node) if node.target in MATMULS else None
+    product = contraction(node)
     try:
         products = list(_multiplied_out(product, new, downstream(new))) if product is not None else []
         held = [factor for product in products for factor in product.factors if factor.node is new]
@@ -421,7 +408,7 @@ def _query(values: _Values, node: Node, new: Node, n: int) -> Query | None:
         if any(len(label) > 1 for label in labels) or not labels[n] or resolve(product.bound) != labels[n]:
             return None
         where = {label[0]: place for place, label in enumerate(labels) if label}
-        out = [where.get(axis) for label in product.labels for axis in resolve(label)]
+        out = [where.get(axis) for axis in atoms(product.labels)]
         if None in out:
             return None
         return Query(node, values.parts(product, held[0], where), tuple(out))  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import upstream
-from ..ir.fx import SCATTERS, arg, is_erased, is_pointwise, is_tensor, same, value
+from ..ir.fx import SCATTERS, arg, is_erased, is_pointwise, is_tensor, is_zero, same, value
+from ..ir.moves import is_whole
 from ..ir.rewrite import Rewrite
 from ..ir.source import source_line
 from .affine import Loop
@@ -63,8 +64,9 @@ def _cat(reroller: Reroller, root: Any) -> Node:
 
 def _alike(parts: Sequence[Node]) -> Sequence[Node]:
     """Choose the parts that may be steps of one loop: all, or all but a last one that is of another size; else none."""
-    steps = parts if len(parts) < 2 or _same_shape(parts[-1], parts[0]) else parts[:-1]
-    return steps if all(_same_shape(part, parts[0]) for part in steps) else []
+    alike = [is_whole(value(part).shape, value(parts[0]).shape) for part in parts]
+    steps = parts if len(parts) < 2 or alike[-1] else parts[:-1]
+    return steps if all(alike[: len(steps)]) else []
 
 
 def _along(reroller: Reroller, x: Node, dim: int, shape: Sequence[int]) -> Node:
@@ -131,11 +133,6 @@ def _same_type(a: Any, b: Any) -> bool:
     return not a.kwargs and x.shape == y.shape and x.dtype == y.dtype
 
 
-def _same_shape(a: Any, b: Any) -> bool:
-    x, y = value(a).shape, value(b).shape
-    return len(x) == len(y) and all(map(same, x, y))
-
-
 def _terms(root: Node) -> list[Node]:
     """List the terms of a chain of additions, first one first; empty if they are not all of one type."""
     terms: list[Node] = []
@@ -154,8 +151,7 @@ def _terms(root: Node) -> list[Node]:
 
 
 def _is_gradient_of_slice(term: Any) -> bool:
-    base = term.args[0] if term.target in SCATTERS else None
-    return isinstance(base, Node) and base.target is aten.full.default and bool(base.args[1] == 0)
+    return term.target in SCATTERS and is_zero(term.args[0])
 
 
 def _sum(reroller: Reroller, root: Node) -> Node:
@@ -176,10 +172,7 @@ def _sum(reroller: Reroller, root: Node) -> Node:
             parts.append(_place(reroller, root, terms[0].args[0], [(t, t.args[1]) for t in terms]))
         else:
             parts += _sums(reroller, root, terms)
-    total = parts[0]
-    for part in parts[1:]:
-        total = reroller.emit.call(aten.add.Tensor, total, part)
-    return total
+    return reroller.emit.combined(aten.add.Tensor, parts)
 
 
 def _sums(reroller: Reroller, root: Node, terms: list[Node]) -> list[Node]:

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from ...ops.spec import all_specs
 from ...ops.torch.registry import RUNNERS, Operation
-from ..ir.builder import Builder, is_constant
+from ..ir.builder import Builder, is_constant, walk
 from ..ir.fx import CONVERT, HALF, VIEWS, arg, is_random, is_tensor, value
 from ..ir.index import index
 from ..ir.rewrite import Rewrite, replace_node
@@ -39,33 +39,26 @@ def narrowed_later(y: Node) -> Node | None:
     """Return the one node through which all that depends on a float32 value becomes 16 bits; None if there is none."""
     if value(y).dtype != torch.float32:
         return None
-    ends, seen, stack = set[Node](), set[Node](), [y]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if len(seen) > MOST or not is_tensor(node) or len(ends) > 1:
+    ends = set[Node]()
+    for count, node in enumerate(walk([y], lambda x: () if x in ends else x.users)):
+        if count == MOST or not is_tensor(node) or len(ends) > 1:
             return None
         if value(node).dtype in HALF:
             ends.add(node)
-        else:
-            stack.extend(node.users)
     return ends.pop() if len(ends) == 1 else None
 
 
 def region(root: Node) -> set[Node] | None:
     """Return the nodes that compute a 16-bit value from 16-bit values; None if they are too many, or one is random."""
-    found, stack = set[Node](), [root]
-    while stack:
-        node = stack.pop()
-        outside = node.op != "call_function" or (is_tensor(node) and value(node).dtype == value(root).dtype)
-        if node in found or (outside and node is not root):
-            continue
+
+    def inside(x: Node) -> bool:
+        return x.op == "call_function" and not (is_tensor(x) and value(x).dtype == value(root).dtype)
+
+    found = set[Node]()
+    for node in walk([root], lambda x: filter(inside, x.all_input_nodes)):
         if len(found) > MOST or is_random(node.target):
             return None
         found.add(node)
-        stack.extend(node.all_input_nodes)
     return found
 
 

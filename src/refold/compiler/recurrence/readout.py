@@ -10,19 +10,20 @@ Shapes. States are (b, t, ...) in the scan, and (t, ...) over all steps of a loo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import CONVERT, SUMS, value
-from ..ir.index import Factor, Product, expand, index, matmul_product, sum_product
-from ..ir.symbols import resolve
+from ..ir.fx import CONVERT, SUMS, factor_of_second, value
+from ..ir.index import Factor, Product, contraction, expand, index
+from ..ir.symbols import Axis, Label, atoms, resolve
 
 aten = torch.ops.aten
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,9 @@ def _cast(emit: Builder, term: Placed, dtype: torch.dtype) -> Placed:
 def _split(
     emit: Builder, product: Product, node: Node, state_axes: tuple[int | None, ...]
 ) -> tuple[float, list[Placed]]:
-    whole = (1.0, [Placed(node, state_axes)])
-    where: dict[Any, int | None] = {}
-    for label, place in zip(product.labels, state_axes, strict=True):
-        axes = resolve(label)
-        if len(axes) > 1:
-            return whole
-        where.update(dict.fromkeys(axes, place))
+    whole, where = (1.0, [Placed(node, state_axes)]), _places(product.labels, state_axes)
+    if where is None:
+        return whole
     scale = product.scale
     found: list[Placed] = []
     for factor in product.factors:
@@ -88,6 +85,13 @@ def _split(
             return whole
         scale, found = scale * placed[0], found + placed[1]
     return scale, found
+
+
+def _places(labels: Sequence[Label], state_axes: Sequence[T]) -> dict[Axis, T] | None:
+    """Return which axis of the states each symbol runs along; None if one axis has several symbols."""
+    if any(len(resolve(label)) > 1 for label in labels):
+        return None
+    return {axis: place for label, place in zip(labels, state_axes, strict=True) for axis in resolve(label)}
 
 
 def _factor_terms(
@@ -178,12 +182,7 @@ class ScanStates:
 
 def find_readout(emit: Builder, node: Node, states: ScanStates) -> Readout | None:
     """Read a contraction of each step's state; None if it is none, or reads them otherwise."""
-    if node.target is aten.sum.dim_IntList:
-        product = sum_product(node)
-    elif node.target is aten.bmm.default:
-        product = matmul_product(node)
-    else:
-        return None
+    product = contraction(node)
     if product is None:
         return None
     whole = expand(product, lambda factor: _before_rounding(factor) if factor in states.dependent else None)
@@ -195,15 +194,12 @@ def find_readout(emit: Builder, node: Node, states: ScanStates) -> Readout | Non
     state_axes = states.state_axes(mine.node)
     if state_axes is None or mine.pending:
         return None
-    where: dict[Any, int] = {}
-    for place, label in zip(state_axes, mine.labels, strict=True):
-        axes = resolve(label)
-        if len(axes) > 1:
-            return None
-        where.update(dict.fromkeys(axes, place))
+    where = _places(mine.labels, state_axes)
+    if where is None:
+        return None
     bound = resolve(product.bound)
-    layout = [axis for label in product.labels for axis in resolve(label)]
-    if len(bound) != 1 or any(axis not in where for axis in (*bound, *layout)) or where[bound[0]] == 0:
+    kept = atoms(product.labels)
+    if len(bound) != 1 or any(axis not in where for axis in (*bound, *kept)) or where[bound[0]] == 0:
         return None  # a sum over time is not one of each state
     scale, others = product.scale, list[Placed]()
     for factor in product.factors:
@@ -224,7 +220,7 @@ def find_readout(emit: Builder, node: Node, states: ScanStates) -> Readout | Non
     if own.state_axes != states.without_ones(own.node) and own.node is not mine.node:
         return None
     others = [term for term in factors if term is not own]
-    out = tuple(where[axis] for axis in layout)
+    out = tuple(where[axis] for axis in kept)
     return Readout(node, where[bound[0]], scale, others, out, own.node is states.before, besides)
 
 
@@ -250,7 +246,7 @@ def _multiplied_out(
     if total.node.kwargs or not all(isinstance(side, Node) for side in sides):
         return None
     products: list[tuple[float, list[Placed]]] = []
-    for side, sign in zip(sides, (1.0, -1.0 if total.node.target is aten.sub.Tensor else 1.0), strict=True):
+    for side, sign in zip(sides, (1.0, factor_of_second(total.node)), strict=True):
         assert isinstance(side, Node)
         number, parts = terms(emit, side, _own_axes(side, total.state_axes))
         found = _multiplied_out(emit, scale * sign * number, parts + others, states)

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
+from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream, walk
 from ..ir.fx import CONVERT, RESHAPES, concrete, is_zero, value
 from ..ir.metadata import refresh
 from ..ir.operators import CONTRACTED, HEADS, RANK_ONE, SCAN
@@ -122,14 +122,8 @@ def _computed_anew(added: list[Node], reroller: Reroller) -> set[Node]:
     Both versions of the region compute them: if they were inputs as well as what they are computed from, the check
     would draw values for them that contradict what the other steps compute.
     """
-    found: set[Node] = set()
-    stack = [x for node in added for x in node.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node in reroller.members and node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
+    members = reroller.members
+    return set(walk(added, lambda x: members.intersection(x.all_input_nodes))) & members
 
 
 def _region(root: Node, made: list[Node], reroller: Reroller) -> set[Node]:
@@ -142,13 +136,10 @@ def _region(root: Node, made: list[Node], reroller: Reroller) -> set[Node]:
     for node in root.graph.nodes:
         if any(x in read or x in after for x in node.all_input_nodes):
             after.add(node)
-    stack = [x for x in region_inputs(root, inside) if x in after and x not in read]
-    while stack:
-        node = stack.pop()
-        if node not in inside and node not in added:
-            inside.add(node)
-            stack.extend(x for x in node.all_input_nodes if x in after and x not in read)
-    return inside
+    above = after - read - added - inside
+    return inside.union(
+        walk(above.intersection(region_inputs(root, inside)), lambda x: above.intersection(x.all_input_nodes))
+    )
 
 
 def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:

@@ -15,7 +15,6 @@ way (Rocha et al. 2022, "Loop Rolling for Code Size Reduction").
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +23,11 @@ import torch
 from torch.fx import Node
 
 from ..ir.cost import numel
-from ..ir.fx import is_random, is_tensor, known, place, value
+from ..ir.fx import is_random, is_tensor, known, value
+from ..ir.moves import Slice, View, Write, read
 from ..ir.source import expression, located, name_of
 from .affine import Affine, Loop
+from .scatters import plain_copy
 from .states import LoopVectorizer
 from .vectorize import NotALoop, Value, broadcasts, described, vectorize_node
 
@@ -323,17 +324,6 @@ def _dtype(step: Any) -> str:
     return f"has the dtype {value(step).dtype}" if is_tensor(step) else f"is the number {step}"
 
 
-def plain_copy(node: Any) -> bool:
-    """Tell whether a copy into another tensor only passes its source on."""
-    source = node.args[1]
-    return (
-        isinstance(source, Node)
-        and is_tensor(source)
-        and value(source).shape == value(node).shape
-        and value(source).dtype == value(node).dtype
-    )
-
-
 def _leaves(x: Any) -> Iterator[Any]:
     """Walk arguments in a fixed order."""
     if isinstance(x, (list, tuple)):
@@ -356,37 +346,9 @@ def _rebuild(x: Any, leaves: Iterator[Any]) -> Any:
 
 def _slice_of(node: Any) -> tuple[Node, int, int, int, bool] | None:
     """Read a node as positions of an axis of a tensor: (tensor, axis, start, stop, axis is kept)."""
-    if not isinstance(node, Node) or node.op != "call_function" or not node.args:
+    found = read(node) if is_tensor(node) else None
+    cut = found.of[0] if isinstance(found, View) else found  # a select drops the axis of a slice
+    if not isinstance(cut, Slice) or isinstance(cut, Write) or cut.step != 1:
         return None
-    args: Any = node.args
-    source: Any = args[0]
-    if node.target is operator.getitem:
-        split, at = args
-        if split.target not in (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default):
-            return None
-        source = split.args[0]
-        single = split.target is aten.unbind.int
-        position = 1 if single else 2
-        dim = (split.args[position] if len(split.args) > position else 0) % value(source).dim()
-        if single:
-            return source, dim, at, at + 1, False
-        sizes = [part.shape[dim] for part in split.meta["val"]]
-        start = sum(sizes[:at])
-        return source, dim, start, start + sizes[at], True
-    if not is_tensor(source):
-        return None
-    rank, shape = value(source).dim(), value(source).shape
-    if node.target is aten.select.int:
-        dim = args[1] % rank
-        at = None if isinstance(args[2], Node) else place(args[2], shape[dim])
-        return None if at is None else (source, dim, at, at + 1, False)
-    if node.target is aten.slice.Tensor:
-        dim = (args[1] if len(args) > 1 else 0) % rank
-        start = args[2] if len(args) > 2 and args[2] is not None else 0
-        step = args[4] if len(args) > 4 else 1
-        size, width = known(shape[dim]), known(value(node).shape[dim])
-        if not all(isinstance(x, int) for x in (start, size, width)) or step != 1:
-            return None
-        start = min(start % size if start < 0 else start, size)
-        return source, dim, start, start + width, True
-    return None
+    start, stop = known(cut.start), known(cut.stop)
+    return (cut.of[0], cut.dim, start, stop, cut is found) if isinstance(start, int) and isinstance(stop, int) else None

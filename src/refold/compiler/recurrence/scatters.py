@@ -17,11 +17,17 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.fx import arg, known, place, value
+from ..ir.fx import arg, is_tensor, known, place, value
 from ..ir.metadata import refresh, substitute
-from .reroll import plain_copy
+from ..ir.moves import Write, read
 
 aten = torch.ops.aten
+
+
+def plain_copy(copy: Any) -> bool:
+    """Tell whether a copy into another tensor only passes its source on."""
+    source = copy.args[1]
+    return is_tensor(source) and (value(source).shape, value(source).dtype) == (value(copy).shape, value(copy).dtype)
 
 
 def content(scatter: Any) -> Any:
@@ -34,13 +40,11 @@ def content(scatter: Any) -> Any:
 
 def position(scatter: Any) -> tuple[int, int, int] | None:
     """Return (axis, start, width) of a write."""
-    shape, dim = value(scatter).shape, arg(scatter, 2, "dim", 0) % value(scatter).dim()
-    start = arg(scatter, 3, "index" if scatter.target is aten.select_scatter.default else "start", 0) or 0
-    start = None if isinstance(start, Node) else place(start, shape[dim])
-    width = 1 if scatter.target is aten.select_scatter.default else known(value(scatter.args[1]).shape[dim])
-    if start is None or not isinstance(width, int) or arg(scatter, 5, "step", 1) != 1:
+    write = read(scatter)
+    if not isinstance(write, Write) or write.step != 1:
         return None
-    return dim, start, width
+    start, width = known(write.start), known(write.stop - write.start)
+    return (write.dim, start, width) if isinstance(start, int) and isinstance(width, int) else None
 
 
 def slice_writes(node: Any) -> list[Node]:

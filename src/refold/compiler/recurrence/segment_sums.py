@@ -22,7 +22,7 @@ from ..ir.builder import extract, is_constant
 from ..ir.evaluate import evaluate
 from ..ir.fx import arg, is_tensor, power, same, sum_dims, value
 from ..ir.index import Factor, Product, expand, index
-from ..ir.symbols import Axis, Label, resolve, unify
+from ..ir.symbols import Axis, Label, broadcast, resolve, unify
 from ..ir.views import is_view
 from ..private import without_modes
 
@@ -144,14 +144,11 @@ def _running(node: Node) -> Segments | None:
 
 def _between(node: Node) -> Segments | None:
     """Read a running sum over masked copies: between each two positions."""
-    masked = arg(node, 0)
-    while is_view(masked) and masked.target is aten.clone.default:
-        masked = arg(masked, 0)
     dim = arg(node, 1, "dim") % value(node).dim()
-    found = masked_copies(masked, dim)
+    found = masked_copies(node, dim)
     if found is None:
         return None
-    read, copies, _ = found
+    _, read, copies, _ = found
     source = expand(read)
     step, after = resolve(source.labels[dim]), resolve(source.labels[copies])
     upto = tuple(Axis(axis.size) for axis in step)
@@ -180,14 +177,8 @@ def _difference(node: Node) -> Segments | None:
     a, b = segments(arg(node, 0)), segments(arg(node, 1))
     if a is None or b is None or a.after is not None or b.after is not None or b.upto is None:
         return None
-    rank = value(node).dim()
-    labels: list[Label] = []
-    for position in range(-rank, 0):
-        x, y = (s.labels[position] if len(s.labels) >= -position else () for s in (a, b))
-        if x and y and not unify(x, y):
-            return None
-        labels.append(x or y)
-    return replace(a, labels=tuple(labels), after=b.upto) if same_source(a, b) else None
+    labels = broadcast(a.labels, b.labels)
+    return replace(a, labels=labels, after=b.upto) if labels is not None and same_source(a, b) else None
 
 
 def _filled(node: Node, number: float) -> tuple[Node, bool] | None:
@@ -218,13 +209,16 @@ def _causal(node: Node, inner: Segments, keep_true: bool) -> Segments | None:
     return replace(inner, causal=True)
 
 
-def masked_copies(masked: Node, i: int) -> tuple[Product, int, bool] | None:
-    """Match ``where(mask, ...)`` that keeps a copy of a at ``[i, j]`` only where i > j.
+def masked_copies(total: Node, i: int) -> tuple[Node, Product, int, bool] | None:
+    """Match a sum over the axis i of ``where(mask, ...)`` that keeps a copy of a at ``[i, j]`` only where i > j.
 
     Returns:
-        The copied value in index notation, the axis j along which it is constant, and whether the mask
+        What is summed, the copied value in index notation, the axis j along which it is constant, and whether the mask
         is true where it is kept.
     """
+    masked = arg(total, 0)
+    while masked.target is aten.clone.default and is_view(masked):
+        masked = arg(masked, 0)
     if masked.target is not aten.where.self:
         return None
     shape = value(masked).shape
@@ -239,7 +233,7 @@ def masked_copies(masked: Node, i: int) -> tuple[Product, int, bool] | None:
     for j, label in enumerate(read.labels):
         copies = j != i and label and set(resolve(label)) <= constant and same(shape[i], shape[j])
         if copies and keeps_below(arg(masked, 0), len(shape), i, j, keep_true, diagonal=-1):
-            return read, j, keep_true
+            return masked, read, j, keep_true
     return None
 
 

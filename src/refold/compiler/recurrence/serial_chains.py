@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 
 from torch.fx import Graph, Node
 
+from ..ir.builder import walk
 from ..ir.source import source_line
 from ..ir.views import is_view
 from .joins import nearest
@@ -54,14 +55,9 @@ def steps_in_time(graph: Graph) -> bool:
 
 def _are_layers(steps: list[Node]) -> bool:
     """Tell whether each of several nodes reads an input of the graph that is its own, as layers read parameters."""
-    read: list[set[Node]] = []
+    read, among = list[set[Node]](), set(steps)
     for step in steps:
-        seen, stack = {*steps}, list(step.all_input_nodes)
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack += node.all_input_nodes
+        seen = walk(step.all_input_nodes, lambda x: () if x in among else x.all_input_nodes)
         read.append({node for node in seen if node.op in ("placeholder", "get_attr")})
     counts = Counter(node for some in read for node in some)
     return all(any(counts[node] == 1 for node in some) for some in read)

@@ -19,14 +19,13 @@ from torch.func import functionalize
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import is_pointwise, is_tensor, value
+from ..ir.fx import CASTS, is_pointwise, is_tensor, value
 from ..ir.moves import insert, read
 from ..ir.source import CALLED, expression, located, name_of
 from ..private import OpOverload, make_fx, tree_flatten, tree_unflatten
 from ..refusals import Refusal
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 class NotALoop(Refusal):
@@ -237,10 +236,8 @@ def _mapped(emit: Builder, node: Node, args: list[Any], steps: int) -> Any:
     return out if isinstance(out, Node) else tuple(out)
 
 
-_CASTS = (prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.alias.default)
-
 BATCHING_RULES: dict[Any, BatchRule] = {
-    **dict.fromkeys((*_CASTS, aten.detach.default), _pointwise),
+    **dict.fromkeys((*CASTS, aten.clone.default, aten.alias.default, aten.detach.default), _pointwise),
     aten.unbind.int: _along_dim,
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten.cumsum.default), _along_dim),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _sized_split),
