@@ -233,7 +233,7 @@ def compile(
         module: An ``nn.Module`` or a function of tensors. Without one, the call returns a decorator that has the other
             arguments.
         verify: ``"quick"`` checks every rewrite against float64 when it is first compiled;
-            ``"off"`` uses rewrites without a check.
+            ``"off"`` only those of which nothing else tells that they are right.
         accept: ``"faster"`` keeps a rewrite if it is measured to be faster than the faster of eager and
             ``torch.compile``, on this machine and at these shapes; ``"always"`` keeps all that pass the check.
         strict: If refold itself fails, raise an error instead of falling back to Inductor with a warning.

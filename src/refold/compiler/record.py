@@ -75,8 +75,12 @@ class Record:
 
     @property
     def unjudged(self) -> bool:
-        """Whether rewrites are made without a verdict."""
+        """Whether rewrites are made without a verdict, but for those that are guessed."""
         return self.known or (self._options.verify == "off" and self._options.accept == "always")
+
+    def asks(self, rewrite: Rewrite) -> bool:
+        """Tell whether a rewrite is not made without a verdict."""
+        return not self.unjudged or (rewrite.guessed and not self.known)
 
     def wants(self, key: str) -> bool:
         """Tell whether a rewrite may be made."""

@@ -44,7 +44,7 @@ from .record import Decided, Judgements, Record, no_verdict, row_of
 from .recurrence.serial_chains import unrolled_operations
 from .refusals import refused
 from .validate.program import Outcome, Rewritten, Rival, choose_program, compared, left_eager
-from .validate.region import undisturbed_rng
+from .validate.region import Judgement, undisturbed_rng
 
 log = logging.getLogger("refold")
 
@@ -225,8 +225,7 @@ class GraphCompile:
 
     def rewrite_before_autograd(self) -> Cost:
         """Replace what is rewritten before autograd; return what that saves."""
-        judge = no_verdict if self.record.unjudged else self.judgements.of
-        early = EarlyRewrites(self.gm, self.inputs, self.options, self.mode, self.record, judge, self.notes)
+        early = EarlyRewrites(self.gm, self.inputs, self.options, self.mode, self.record, self._verdict, self.notes)
         saved = early.rewrite()
         self.gm, self.operations_saved = early.gm, early.operations_saved
         self.checks_s += early.checks_s
@@ -284,7 +283,8 @@ class GraphCompile:
         if inductor_seconds(len(graph.nodes)) > self.options.compile_budget:
             _check_time(inductor_seconds(unrolled_operations(graph)), self.options)
         verdicts = [self.judgements.found.get(rewrite.signature) for rewrite in rewrites]
-        if not self.record.unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
+        asked = [verdict for rewrite, verdict in zip(rewrites, verdicts, strict=True) if self.record.asks(rewrite)]
+        if any(verdict is None or verdict.reason for verdict in asked):
             pending.append(_Pending(index, original, graph, rewrites))
             raise Stopped
         for rewrite, verdict in zip(rewrites, verdicts, strict=True):
@@ -293,6 +293,10 @@ class GraphCompile:
         self.before += before
         self.after += graph_cost(graph.nodes) if rewrites else before
         self.scan_sizes = max(self.scan_sizes, keep_scans_external(graph, self.external_scans))
+
+    def _verdict(self, rewrite: Rewrite, actual: Callable[[], Sequence[Any] | None]) -> Judgement | None:
+        """Judge a rewrite; None if it is made without a verdict."""
+        return self.judgements.of(rewrite, actual) if self.record.asks(rewrite) else None
 
     def _judge(self, found: _Pending) -> None:
         """Judge rewrites not seen before, on values from the user's own inputs where possible."""
@@ -310,7 +314,7 @@ class GraphCompile:
             return [values[name] for name in rewrite.inputs] if values.keys() >= set(rewrite.inputs) else None
 
         for rewrite in rewrites:
-            verdict = self.judgements.of(rewrite, functools.partial(actual, rewrite))
+            verdict = self._verdict(rewrite, functools.partial(actual, rewrite))
             self.record.note(f"{index}:{rewrite.site}", rewrite, verdict)
 
     def lost_together(self, report: GraphReport) -> bool:

@@ -41,6 +41,7 @@ class Rewrite:
         differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
         coupled: How many values a recurrence carries that depend on one another.
         rounds_more: Whether the candidate rounds to 16 bits what the original, of 16-bit inputs, does not.
+        guessed: Whether only a check can tell that it is right: it is checked even where nothing else is.
         result: Name of the node that stands for the replaced one.
     """
 
@@ -59,6 +60,7 @@ class Rewrite:
     differentiated: tuple[bool, ...] = ()
     coupled: int = 1
     rounds_more: bool = False
+    guessed: bool = False
     result: str = ""
 
     @cached_property
@@ -124,7 +126,7 @@ def _is_fraction(x: object) -> bool:
 def replace_node(
     old: Node | Sequence[Node], new: Node | Sequence[Node], *, inside: Iterable[Node] = (), added: Iterable[Node],
     name: str, why: str, detail: str, multilinear: bool, terms: int, timed_alone: bool = True, spread: float = 1.0,
-    rounds_more: bool = False, site: str = "",
+    rounds_more: bool = False, guessed: bool = False, site: str = "",
 ) -> Rewrite:  # fmt: skip
     """Swap a node for another, or several at once for as many others, and return the record of it.
 
@@ -141,6 +143,7 @@ def replace_node(
         timed_alone: See `Rewrite`.
         spread: See `Rewrite`.
         rounds_more: See `Rewrite`.
+        guessed: See `Rewrite`.
         site: See `Rewrite`; the name of ``old`` unless given.
     """
     olds, news = ([x] if isinstance(x, Node) else list(x) for x in (old, new))
@@ -168,6 +171,7 @@ def replace_node(
         timed_alone=timed_alone,
         spread=spread,
         rounds_more=rounds_more,
+        guessed=guessed,
         result=news[0].name,
     )
     for a, b in zip(olds, news, strict=True):

@@ -600,4 +600,5 @@ def _replace(rule: _Rule, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
             terms=tokens,
             timed_alone=before is root,  # the last state falls off while the outputs are computed
             spread=0.1,
+            guessed=True,
         )

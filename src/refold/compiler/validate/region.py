@@ -108,7 +108,7 @@ def _decided(
     verdict: Judgement, rewrite: Rewrite, actual: Sequence[Any] | None, like: list[Any], device: torch.device,
     options: Options, each: bool,
 ) -> Judgement:  # fmt: skip
-    if options.verify == "quick" and verdict.evidence is None:
+    if (options.verify == "quick" or rewrite.guessed) and verdict.evidence is None:
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
         if reason := _misdescribed(rewrite):
