@@ -162,7 +162,7 @@ def sum_dims(node: Node) -> list[int]:
     """Return the non-negative axes that a sum, a mean or a maximum reduces."""
     rank = len(value(arg(node, 0)).shape)
     dims = arg(node, 1, "dim") if node.target not in (aten.sum.default, aten.mean.default) else None
-    if dims is None or dims == []:
+    if not dims and dims != 0:
         return list(range(rank))
     return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
 

@@ -10,6 +10,7 @@ states; None in it is an axis of size one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from math import inf, log, prod
 from operator import getitem
@@ -186,17 +187,19 @@ def _contracted(
 
 def _next(emit: Builder, queries: Node) -> Node:
     """Return queries (b, t, ...) one step earlier, ``C[t+1]``; zero at the end."""
-    return emit.call(aten.constant_pad_nd.default, queries, [0, 0] * (value(queries).dim() - 2) + [-1, 1], 0.0)
+    first, later = (emit.call(aten.slice.Tensor, queries, 1, *cut) for cut in ((0, 1), (1, sys.maxsize)))
+    return emit.call(aten.cat.default, [later, emit.full(0.0, first, value(first).shape)], 1)
 
 
 def _one_later(emit: Builder, y: Node, query: Node, initial: Node | None, along: int) -> Node:
     """Return y (b, t, ...) one step later, ``y[t-1]``; the first is ``query * initial``, summed along its axis n."""
-    later = emit.call(aten.constant_pad_nd.default, y, [0, 0] * (value(y).dim() - 2) + [1, -1], 0.0)
+    first = emit.call(aten.slice.Tensor, y, 1, 0, 1)
     if initial is None:
-        return later
-    product = emit.call(aten.mul.Tensor, query, initial)
-    first = emit.call(aten.unsqueeze.default, emit.call(aten.sum.dim_IntList, product, [along]), 1)
-    return emit.call(aten.cat.default, [first, emit.call(aten.slice.Tensor, y, 1, 0, value(y).shape[1] - 1)], 1)
+        first = emit.full(0.0, first, value(first).shape)
+    else:
+        product = emit.call(aten.mul.Tensor, query, initial)
+        first = emit.call(aten.unsqueeze.default, emit.call(aten.sum.dim_IntList, product, [along]), 1)
+    return emit.call(aten.cat.default, [first, emit.call(aten.slice.Tensor, y, 1, 0, -1)], 1)
 
 
 def time_invariant(facts: Facts) -> tuple[Node, Node] | None:

@@ -34,6 +34,14 @@ def writes(x):
     return o
 
 
+def read_before(x):
+    h, ys = torch.zeros(x.shape[0], 8, 8), []
+    for t in range(x.shape[1]):
+        ys.append((x[:, t, :, None].sin() * h).sum(-2))
+        h = x[:, t, None, :1].sigmoid() * h + x[:, t, :, None] * x[:, t, None].cos()
+    return torch.stack(ys, 1)
+
+
 def reversed_range(x):
     h, o = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
     for t in reversed(range(x.shape[1])):
@@ -234,7 +242,10 @@ def test_all_sizes_may_be_symbols(counting):
     assert counting.graphs == [[None]]
 
 
-SCANS = [(stacked, None, True), (writes, None, False), (last_only, None, False), (prepared, True, True)]
+SCANS = [
+    (stacked, None, True), (writes, None, False), (read_before, None, False), (last_only, None, False),
+    (prepared, True, True),
+]  # fmt: skip
 
 
 @symbolic
