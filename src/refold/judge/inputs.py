@@ -417,11 +417,12 @@ def rolled(t: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
-    """Yield inputs whose elements lie otherwise in memory: transposed, strided, repeated, at an odd address."""
+    """Yield inputs whose elements lie otherwise in memory: transposed, in parts, repeated, at an odd address."""
     fresh, g = draw("normal", like, seed), generator(seed)
     yield "transposed", [x.mT.contiguous().mT if x.dim() > 1 else x for x in fresh]
     yield "channels last", [x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x for x in fresh]
     yield "strided", [torch.stack((x, torch.zeros_like(x)), -1).flatten(-2)[..., ::2] if x.dim() else x for x in fresh]
+    yield "padded", [torch.cat((x, x), -1)[..., : x.shape[-1]] if x.dim() else x for x in fresh]
     for axis in (0, -1):
         yield REPEATED, [_repeated(x, axis) if is_real(x) else x for x in fresh]
     yield "odd address", [_shifted(x, 1 + _below(15, g)) for x in fresh]

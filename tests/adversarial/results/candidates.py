@@ -727,3 +727,12 @@ class CleanGradient(torch.autograd.Function):
     def backward(ctx, g):
         (y,) = ctx.saved_tensors
         return torch.nan_to_num(g) * (1 - y * y)
+
+
+@candidate("N6")
+def next_row(self, x):
+    """It takes the numbers of a row for those next to the row before, if they are next to each other."""
+    x.data_ptr()
+    if x.dim() < 2 or x.stride(-1) != 1 or 0 in x.stride() or x.numel() == 0:
+        return torch.relu(self.linear(x))
+    return torch.relu(self.linear(torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride())))

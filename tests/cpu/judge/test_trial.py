@@ -152,6 +152,16 @@ def test_an_input_that_never_changes_is_named(nursery):
     assert any(note.startswith("input 1 was the same in all calls") for note in verdict.notes)
 
 
+def test_an_original_that_keeps_what_it_does_not_save_is_not_judged(nursery):
+    own = (
+        "    kept = []\n\n    def forward(self, a, b):\n        self.kept.append(a)\n        return sum(self.kept) @ b"
+    )
+    original = ORIGINAL.replace("    def forward(self, a, b):\n        return a @ b", own)
+    verdict = _judge(nursery, original.replace("Model(", "ModelNew("), original, level="quick")
+    assert verdict.outcome == "unjudged"
+    assert "depend on earlier calls" in verdict.reason
+
+
 def test_what_cannot_be_looked_into_is_not_judged(nursery):
     original = ORIGINAL.replace("a @ b", "a @ b, {1, 2}")
     verdict = _judge(nursery, RIGHT, original, level="quick")
