@@ -14,7 +14,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import refold
-from refold.errors import ArgumentError, RefoldError, RefoldWarning, ShapeError
+from refold.errors import ArgumentError, DtypeError, RefoldError, RefoldWarning, ShapeError
 from refold.integrations.transformers import MIXERS
 from support.families import EVERY, OTHERS, VOCAB, WIDTH, cache_name, make
 from support.products import few
@@ -381,8 +381,25 @@ def test_documents_that_cannot_be_honoured():
         model(ids_of(1, 6), seq_idx=torch.zeros(1, 5, dtype=torch.int32))
     with pytest.raises(ArgumentError, match="cu_seqlens must end at t=6; got 5"):
         model(ids_of(1, 6), cu_seq_lens_q=torch.tensor([0, 5]))
+    for name, wrong in (("cu_seq_lens_q", [0, 6]), ("seq_idx", torch.full((1, 6), torch.nan)), ("position_ids", [1])):
+        with pytest.raises(DtypeError, match=f"{name} must be a tensor of integers; got (list|torch.float32)"):
+            model.backbone(ids_of(1, 6), **{name: wrong})
     with torch.no_grad():  # and none of these errors is remembered by the next call
         model(ids_of(2, 6))
+
+
+def test_positions_in_images():
+    """They have a time, a height and a width; with a number of the token before these, documents are known."""
+    model, ids = make("qwen3_5"), ids_of(1, 12)
+    positions = torch.arange(12).expand(4, 1, -1)
+    apart = positions.remainder(6)
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions[1:], use_cache=False).logits
+        alone = [model(half, position_ids=apart[..., :6], use_cache=False).logits for half in ids.split(6, 1)]
+        refold.accelerate(model)
+        for given in (positions[1:], positions):
+            assert_near(model(ids, position_ids=given, use_cache=False).logits, expected)
+        assert_near(model(ids, position_ids=apart, use_cache=False).logits, torch.cat(alone, 1))
 
 
 class LowRank(nn.Module):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from refold.compat.documents import Documents
-from refold.errors import ArgumentError, ShapeError
+from refold.errors import ArgumentError, DtypeError, ShapeError
 from refold.ops.torch.graphs import recorders
 from refold.parallel import Cut
 
@@ -46,17 +46,24 @@ def read(arguments: Mapping[str, Any], positions: bool = True) -> Documents | No
 
     Raises:
         ShapeError: One of them does not have the shape that it must have.
+        DtypeError: One is no tensor, or ``seq_idx`` does not hold integers.
         ArgumentError: ``cu_seq_lens_k`` differs from ``cu_seq_lens_q``.
     """
+    for name in (*_OFFSETS, _INDEX, _POSITIONS):
+        given = arguments.get(name)
+        if given is not None and not (isinstance(given, Tensor) and (name != _INDEX or not given.is_floating_point())):
+            got = getattr(given, "dtype", type(given).__name__)
+            raise DtypeError(f"{name} must be a tensor of integers; got {got}. Convert it.")
     for name in _OFFSETS:
         if (offsets := arguments.get(name)) is not None:
             return _from_offsets(name, offsets, arguments)
     if (index := arguments.get(_INDEX)) is not None:
         check_tokens(_INDEX, index, arguments)
         return Documents.from_index(index)
-    if positions and (ids := arguments.get(_POSITIONS)) is not None and ids.shape[-1] > 1:
-        return _from_positions(ids, arguments)
-    return None
+    ids = arguments.get(_POSITIONS) if positions else None
+    if ids is not None and ids.ndim == 3:  # in an image by time, height and width; the first of four are of tokens
+        ids = ids[0] if len(ids) == 4 else None
+    return None if ids is None or ids.shape[-1] == 1 else _from_positions(ids, arguments)
 
 
 def _from_offsets(name: str, offsets: Tensor, arguments: Mapping[str, Any]) -> Documents:
