@@ -25,7 +25,7 @@ from .passes.absorb_skips import absorb_skips
 from .passes.contract_scans import contract_scans
 from .passes.difference_segment_sums import difference_segment_sums
 from .passes.fuse_chunked_deltas import fuse_chunked_deltas
-from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
+from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans, linearize_attention
 from .passes.merge_products import merge_products
 from .passes.multiply_out import multiply_out
 from .passes.narrow_scans import narrow_scans
@@ -76,6 +76,7 @@ PASSES: list[Pass] = [
     Pass("roll up loops", reroll_loops),
     Pass("contract scans", contract_scans, _BOTH),
     Pass("fuse chunked scans", fuse_chunked_scans, _BOTH),
+    Pass("linearize attention", linearize_attention, _BOTH),
     Pass("contract last states", contract_last_states, _BOTH),
     Pass("narrow scans", narrow_scans, _BOTH),
     Pass("absorb skips", absorb_skips, _BOTH),

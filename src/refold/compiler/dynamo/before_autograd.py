@@ -40,6 +40,7 @@ from ..passes.fuse_chunked_deltas import fuse_chunked_deltas
 from ..pipeline import Stage, passes_of
 from ..pipeline import run as run_pipeline
 from ..private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ..recurrence import quadratic_form
 from ..recurrence.prefix import FEWEST_LEVELS, levels
 from ..refusals import Refusal, refused
 from .associative_scan import Neighbours
@@ -57,6 +58,7 @@ _PRODUCTS = (aten.mul.Tensor, aten.sum.dim_IntList)
 # What takes parts of tensors, and what multiplies, by the names that a Dynamo graph has for it.
 _PARTS = {"getitem", "slice", "narrow", "pad", "constant_pad_nd", "select"}
 _MULTIPLIES = {"mul", "imul", "multiply", "addcmul"}
+_PRODUCES = ("matmul", "bmm", "einsum")
 _VMAP = "torch._functorch.predispatch"
 # What must be before loops that are no scans, for a search around them, and how many steps show whether that finds
 # anything: delta rules in chunks.
@@ -134,9 +136,16 @@ def _worth_a_look(gm: GraphModule, training: bool) -> bool:
         return has("conv1d")
     if any(node.target is SCAN.target or is_made(node) or _is_definition(gm, node) for node in calls):
         return True
-    if has("cumsum", "conv", *_INVERTS):
+    if has("cumsum", "conv", *_INVERTS) or any(map(_weighs_pairs, calls)):
         return True
     return levels(calls, lambda x: _name(x) in _PARTS, lambda x: _name(x) in _MULTIPLIES) >= FEWEST_LEVELS
+
+
+def _weighs_pairs(node: Node) -> bool:
+    """Tell whether a product may be of weights between any two of many tokens."""
+    sizes = [size for size in getattr(node.meta.get("example_value"), "shape", ()) if isinstance(size, int)]
+    long = [size for size in sizes if size >= quadratic_form.SHORTEST]
+    return _name(node) in _PRODUCES and len(set(long)) < len(long)
 
 
 def _may_need_gradients(gm: GraphModule) -> bool:

@@ -5,6 +5,8 @@ but the last state is wanted, that is one product over all of time,
 
     H = sum over t of exp(S[t,end]) B[t] X[t] + exp(S[start,end]) H[initial].
 
+Causal attention without a softmax is such a scan, in one chunk of all tokens. Its outputs come from one ``ssd``, too.
+
 Shapes. X is (b, t, h, p), B and C are (b, t, g, n), log decays (b, t, h), states (b, h, p, n). Source: Dao & Gu 2024
 (arXiv:2405.21060), section 6.
 """
@@ -12,6 +14,7 @@ Shapes. X is (b, t, h, p), B and C are (b, t, g, n), log decays (b, t, h), state
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -22,7 +25,7 @@ from torch.fx import Graph, Node
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder, same_strides, sort_topologically
 from ..ir.contract import Operand, contract, lay_out, multiplied, multiply, operand
-from ..ir.fx import CONVERT, arg, is_tensor, is_training, value
+from ..ir.fx import CONVERT, MATMULS, arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product
 from ..ir.operators import HEADS, RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
@@ -30,6 +33,7 @@ from ..ir.symbols import Axis, Label, atoms, extent, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, ScanForm, read_scan, read_states, require, with_label
 from ..recurrence.duality import FORGETS, divisor, step_limits, uncorrected
 from ..recurrence.narrowing import narrow_after, narrowed_later
+from ..recurrence.quadratic_form import read_attention
 from ..recurrence.signs import fades, sign
 
 aten = torch.ops.aten
@@ -52,6 +56,18 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
             sort_topologically(graph)  # the last state may have been read before the outputs
             graph.eliminate_dead_code()
             break
+
+
+def linearize_attention(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+    """Replace causal attention without a softmax by ``ssd``: `refold.compiler.recurrence.quadratic_form` reads it."""
+    if is_training(graph):
+        return
+    roots = (*MATMULS, aten.sum.dim_IntList)
+    for root in (node for target in roots for node in graph.find_nodes(op="call_function", target=target)):
+        if _is_known(root) and _is_wanted(root, wanted):
+            with suppress(NotAScan):
+                yield from _replace(root, read_attention(root), wanted)
+                graph.eliminate_dead_code()
 
 
 def _is_wanted(root: Node, wanted: Callable[[str], bool]) -> bool:
@@ -86,9 +102,12 @@ def _is_candidate(root: Node) -> bool:
         not root.kwargs
         and len(root.all_input_nodes) == 2
         and all(is_tensor(x) and value(x).shape == value(root).shape for x in root.all_input_nodes)
-        and value(root).is_floating_point()
-        and all(isinstance(size, int) and size for size in value(root).shape)
+        and _is_known(root)
     )
+
+
+def _is_known(root: Node) -> bool:
+    return value(root).is_floating_point() and all(isinstance(size, int) and size for size in value(root).shape)
 
 
 @dataclass
@@ -126,7 +145,7 @@ def _operands(scan: ScanForm, kind: torch.dtype) -> _Operands:
     lossy = torch.is_grad_enabled() and not all(fades(step.node) for step in steps)
     keys = [factor for factor in written if summed & set(factor.axes())]
     values = [factor for factor in written if factor not in keys]
-    require(keys and values)
+    require(keys and (values or scan.states is None))  # without values, keys are summed
     return _Operands(
         Product((), tuple(values), scan.written.scale), dt, A, Product((), tuple(keys)), scan.queries,
         free, not (lossy or kind == torch.float16),
@@ -154,7 +173,7 @@ def _places(scan: ScanForm, given: _Operands) -> _Places:
     read = _spanned([*given.B.factors, *given.C.factors])
     channels = tuple(axis for axis in outer if axis not in read | _spanned(scan.decays.factors))
     # Heads are what rates depend on or what shares B and C, and what lies after time in memory.
-    inputs = max(given.x.factors, key=lambda factor: len(factor.axes())).axes()
+    inputs = max(given.x.factors or given.B.factors, key=lambda factor: len(factor.axes())).axes()
     leading = set(inputs[: min((inputs.index(axis) for axis in resolve(scan.time) if axis in inputs), default=0)])
     rest = [axis for axis in outer if axis not in channels]
     batch = tuple(axis for axis in rest if axis in leading & read and axis not in _spanned(given.A.factors))
@@ -169,23 +188,25 @@ def _arguments(
     """Lay out what the operator takes; its name and the axes of a state, in its order, come with it."""
     tokens = (at.batch, at.time)
     order = [*at.batch, *at.time, *at.heads, *at.channels, *at.summed]
-    x, B, C = (_multiplied(build, part, order) for part in (given.x, given.B, given.C))
-    dt, A = (_multiplied(build, part, order) if part.factors else None for part in (given.dt, given.A))
+    parts = (given.x, given.dt, given.A, given.B, given.C)
+    x, dt, A, B, C = (_multiplied(build, part, order) if part.factors else None for part in parts)
     rate, divided = given.A.scale, given.free and given.exact
     if divided and dt is not None:
         steps, rate = divisor(build.call, dt.node)
         dt = Operand(steps, dt.axes)
-        if set(dt.axes) <= {*at.batch, *at.time, *at.groups} and extent(at.summed) <= extent(at.channels):
+        if B and set(dt.axes) <= {*at.batch, *at.time, *at.groups} and extent(at.summed) <= extent(at.channels):
             B = multiply(build, B, dt, order, by=aten.div.Tensor)
-        else:
+        elif x:
             x = multiply(build, x, dt, order, by=aten.div.Tensor)
-    v = _lay(build, x, (*tokens, at.heads, at.channels), 1.0, like)
+        else:
+            x = Operand(build.times(build.call(aten.reciprocal.default, dt.node), given.x.scale), dt.axes)
+    v = _lay(build, x, (*tokens, at.heads, at.channels), given.x.scale, like)
     dts = _lay(build, dt, (*tokens, at.heads), given.dt.scale, like)
     k, q = (_lay(build, part, (*tokens, at.groups, at.summed), 1.0, like) for part in (B, C))
     operator = HEADS if divided or not given.free else RANK_ONE
     inner = [at.channels, at.summed] if operator is HEADS else [at.summed, at.channels]
     state, initial = [at.batch, at.heads, *inner], None
-    if scan.states.initial is not None:
+    if scan.states is not None and scan.states.initial is not None:
         initial = _lay(build, operand(build, scan.states.initial), tuple(state), 1.0, like)
     if operator is HEADS:
         rates, limits = _lay(build, A, (at.heads,), rate, like), step_limits(sign(dts))
@@ -208,16 +229,24 @@ def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Itera
     if missing := extent(resolve(scan.padded)) - extent(at.time):
         y = build.call(aten.constant_pad_nd.default, y, [0, 0, 0, 0, 0, missing])
     axes = [*at.batch, *resolve(scan.padded), *at.heads, *at.channels]
-    y = lay_out(build, Operand(build.reshape(y, [axis.size for axis in axes]), axes), scan.y)
-    y = build.restride(y, like)
+    out = Operand(build.reshape(y, [axis.size for axis in axes]), axes)
+    for part in scan.divisors:
+        out = multiply(build, out, _multiplied(build, part, axes), axes, by=aten.div.Tensor)
+    y = build.restride(lay_out(build, out, scan.y), like)
     axes = [axis for label in state for axis in label]
     end = Operand(build.reshape(last, [axis.size for axis in axes]), axes)
-    lasts = [(node, _lay_last(build, node, end, scan.states)) for node in scan.states.lasts()]
+    states = scan.states
+    lasts = [] if states is None else [(node, _lay_last(build, node, end, states)) for node in states.lasts()]
 
     tokens, size = extent(at.time), f"{extent(at.channels)} x {extent(at.summed)}"
     detail = f"{tokens} tokens, {extent(at.heads)} heads of {size} as one {operator.name}"
-    if not lasts and (rewrite := _narrowed(build, root, y, wanted, detail, tokens)) is not None:
-        yield rewrite
+    name, why = "fuse chunked scan", "decays and products of each chunk are written out and read again"
+    if states is None:
+        name, why = "linearize attention", "weights of all pairs of tokens are written out and read again"
+    said: dict[str, Any] = {"name": name, "detail": detail, "terms": tokens}
+    narrowed = None if lasts else narrow_after(root, y, build.added, wanted, why=f"{why}, widened to float32", **said)
+    if narrowed is not None:
+        yield narrowed
         return
     if not wanted(root.name):
         build.undo()
@@ -228,23 +257,12 @@ def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Itera
             old,
             new,
             added=made,
-            name="fuse chunked scan",
-            why="decays and products of each chunk are written out and read again",
-            detail=detail,
+            why=why,
             multilinear=False,
-            terms=tokens,
             timed_alone=old is root,  # the last state falls off while the outputs are computed
             spread=0.1,
+            **said,
         )
-
-
-def _narrowed(
-    build: Builder, root: Node, y: Node, wanted: Callable[[str], bool], detail: str, tokens: int
-) -> Rewrite | None:
-    return narrow_after(
-        root, y, build.added, wanted, name="fuse chunked scan", detail=detail, terms=tokens,
-        why="decays and products of each chunk are written out and read again, widened to float32",
-    )  # fmt: skip
 
 
 def _multiplied(build: Builder, product: Product, order: Sequence[Axis]) -> Operand:

@@ -76,23 +76,25 @@ class ScanForm:
 
     Attributes:
         y: The layout of the outputs.
-        states: What is known of the states.
+        states: What is known of the states between chunks; None if nothing is cut, and the first is zero.
         decays: The log decay.
         queries: C.
         written: B and X.
         time: The symbols of time in the factors.
         padded: The symbols of time in ``y``: the chunk and the position in it.
         summed: The symbols that the states have and ``y`` has not.
+        divisors: What the outputs are divided by.
     """
 
     y: Product
-    states: ChunkStates
+    states: ChunkStates | None
     decays: Product
     queries: Product
     written: Product
     time: Label
     padded: Label
     summed: Label
+    divisors: tuple[Product, ...] = ()
 
 
 def require(condition: object) -> None:
@@ -156,8 +158,8 @@ def read_scan(within: Node, across: Node) -> ScanForm:
         padded=time,
         summed=carried.bound,
     )
-    _check_symbols(scan, pairs, diagonal.bound)
-    _drop_padding(scan, pairs)
+    _check_symbols(scan, states.chunk, pairs, diagonal.bound)
+    _drop_padding(scan, states.chunk, pairs)
     return scan
 
 
@@ -223,10 +225,10 @@ def with_label(labels: tuple[Label, ...], axis: int, label: Label) -> tuple[Labe
     return (*labels[:axis], label, *labels[axis + 1 :])
 
 
-def _check_symbols(scan: ScanForm, pairs: Segments, within: Label) -> None:
+def _check_symbols(scan: ScanForm, chunk: Label, pairs: Segments, within: Label) -> None:
     """Require every symbol to play one part only: where unification had to collapse two, this is no scan."""
     out = atoms(scan.y.labels)
-    c, i, j, t = (set(resolve(label or ())) for label in (scan.states.chunk, pairs.upto, pairs.after, pairs.step))
+    c, i, j, t = (set(resolve(label or ())) for label in (chunk, pairs.upto, pairs.after, pairs.step))
     n = set(resolve(scan.summed))
     require(i and j and t and set(resolve(within)) == j | n)
     rest = set(out) - c - i
@@ -236,10 +238,10 @@ def _check_symbols(scan: ScanForm, pairs: Segments, within: Label) -> None:
         require(all(set(factor.axes()) <= rest | c | own for factor in product.factors))
 
 
-def _drop_padding(scan: ScanForm, pairs: Segments) -> None:
+def _drop_padding(scan: ScanForm, chunk: Label, pairs: Segments) -> None:
     """Read the factors as they were before zeros filled the last chunk; else give all positions one symbol."""
     places = [(scan.decays, pairs.step), (scan.queries, pairs.upto), (scan.written, pairs.after)]
-    timed = [(product, resolve((*scan.states.chunk, *(place or ())))) for product, place in places]
+    timed = [(product, resolve((*chunk, *(place or ())))) for product, place in places]
     lengths = {
         length_before_padding(factor, time)
         for product, time in timed

@@ -54,7 +54,7 @@ def decay(node: Node) -> Segments | None:
     """Read a value as the exponential of a segment sum, or another power that grows with it."""
     if (read := power(node)) is not None and read[1] > 0 and (sums := segments(read[0])) is not None:
         return replace(sums, source=replace(sums.source, scale=sums.source.scale * read[1]))
-    if node.target is aten.where.self and (split := _filled(node, 0.0)) is not None:
+    if node.target is aten.where.self and (split := filled(node, 0.0)) is not None:
         kept, keep_true = split
         inner = index(kept, top=False)
         (factor,) = inner.factors if len(inner.factors) == 1 else (None,)
@@ -118,7 +118,7 @@ def _direct(node: Node) -> Segments | None:
         return _last(node)
     if node.target is aten.sub.Tensor and not node.kwargs and all(is_tensor(x) for x in node.args):
         return _difference(node)
-    if node.target is aten.where.self and (split := _filled(node, -inf)) is not None:
+    if node.target is aten.where.self and (split := filled(node, -inf)) is not None:
         inner = segments(split[0])
         return None if inner is None else _causal(node, inner, split[1])
     return None
@@ -181,7 +181,7 @@ def _difference(node: Node) -> Segments | None:
     return replace(a, labels=labels, after=b.upto) if labels is not None and same_source(a, b) else None
 
 
-def _filled(node: Node, number: float) -> tuple[Node, bool] | None:
+def filled(node: Node, number: float) -> tuple[Node, bool] | None:
     """Return the tensor of a ``where`` between a tensor and a number, and whether it is kept where the mask is true."""
     for kept, fill, keep_true in ((1, 2, True), (2, 1, False)):
         x, constant = arg(node, kept), arg(node, fill)
@@ -222,7 +222,7 @@ def masked_copies(total: Node, i: int) -> tuple[Node, Product, int, bool] | None
     if masked.target is not aten.where.self:
         return None
     shape = value(masked).shape
-    split = _filled(masked, 0.0)
+    split = filled(masked, 0.0)
     if split is None or not all(isinstance(size, int) for size in shape):
         return None
     source, keep_true = split
