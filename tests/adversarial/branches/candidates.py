@@ -419,7 +419,7 @@ def drawn(self, x):
     return torch.relu(self.linear(x))
 
 
-@candidate("N9", "C7", off=("N9",))
+@candidate("C1", "N9", "C7", off={"C1", "N9"})
 class Remembered(Model):
     """It remembers its last result by all numbers but one."""
 

@@ -15,7 +15,7 @@ import torch
 from .. import inputs, weights
 from ..case import OTHER_DTYPES, Case
 from ..errors import Misbehaved, Raised
-from ..messages import COPIES, FORWARD, OPTIONAL, USES, WAYS
+from ..messages import COPIES, FORWARD, OPTIONAL, TRAITS, USES, WAYS
 from ..process import Call, Result
 from ..results import alike, identical
 from ..shared import needed
@@ -262,7 +262,7 @@ def repeatable(case: Case) -> None:
         found = case.round("normal", call.tensors, check="C1" * turn, keep=True)
         for process, result in zip((sides.witness, sides.suspect), found, strict=True):
             for m, alias in zip(result.metadata, result.aliases, strict=True):
-                if not (alias or 0 in m.stride) and docket.terms.device == "cpu":
+                if not (alias or 0 in m.stride or TRAITS[1] in m.traits) and docket.terms.device == "cpu":
                     process.write(m, torch.zeros(()))
     results = [anew(sides.ask) for _ in range(docket.level.repeats)]
     if not all(alike(results[0], other) for other in results[1:]):
