@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder, same_strides, sort_topologically
 from ..ir.contract import Operand, contract, lay_out, multiplied, multiply, operand
-from ..ir.fx import CONVERT, MATMULS, arg, is_tensor, is_training, value
+from ..ir.fx import CONVERT, MATMULS, SizesFixed, arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product
 from ..ir.operators import HEADS, RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
@@ -33,7 +33,7 @@ from ..ir.symbols import Axis, Label, atoms, extent, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, ScanForm, read_scan, read_states, require, with_label
 from ..recurrence.duality import FORGETS, divisor, step_limits, uncorrected
 from ..recurrence.narrowing import narrow_after, narrowed_later
-from ..recurrence.quadratic_form import read_attention
+from ..recurrence.quadratic_form import fix_sizes, read_attention
 from ..recurrence.signs import fades, sign
 
 aten = torch.ops.aten
@@ -59,11 +59,17 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
 
 
 def linearize_attention(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
-    """Replace causal attention without a softmax by ``ssd``: `refold.compiler.recurrence.quadratic_form` reads it."""
+    """Replace causal attention without a softmax by ``ssd``: `refold.compiler.recurrence.quadratic_form` reads it.
+
+    Raises:
+        SizesFixed: What may be found holds for these sizes alone.
+    """
     if is_training(graph):
         return
     roots = (*MATMULS, aten.sum.dim_IntList)
     for root in (node for target in roots for node in graph.find_nodes(op="call_function", target=target)):
+        if is_tensor(root) and _is_wanted(root, wanted) and fix_sizes(root):
+            raise SizesFixed(f"this compile is for these sizes alone: masks are told by them [{root.name}]")
         if _is_known(root) and _is_wanted(root, wanted):
             with suppress(NotAScan):
                 yield from _replace(root, read_attention(root), wanted)

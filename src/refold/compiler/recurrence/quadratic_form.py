@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from ..ir.fx import MATMULS, arg, is_tensor, power, value
+from ..ir.fx import MATMULS, arg, fix, is_tensor, power, sizes, value
 from ..ir.index import Factor, Product, expand, index, leaf, matmul_product, read_further, sum_product
 from ..ir.symbols import Label, atoms, extent, resolve, unify
+from ..ir.views import is_view
 from .chunked_form import NotAScan, ScanForm, require
 from .segment_sums import Segments, constant_value, filled, keeps_below, segments, unify_all
 
@@ -99,6 +100,24 @@ def _places(labels: tuple[Label, ...]) -> list[tuple[int, int]]:
     """List pairs of axes that may be the two tokens of a weight."""
     long = [axis for axis, label in enumerate(labels) if extent(label) >= SHORTEST]
     return [(i, j) for i in long for j in long if i != j and extent(labels[i]) == extent(labels[j])]
+
+
+def fix_sizes(root: Node) -> bool:
+    """Make numbers of the sizes of a product that may be attention; tell whether one was none.
+
+    Masks are told by their values, for which sizes must be numbers. So what cannot be attention keeps its symbols:
+    a product of no masked product of as many tokens, with scalings between.
+    """
+    ahead, masked = list(root.all_input_nodes), False
+    while ahead:
+        node = ahead.pop(0)
+        square = is_tensor(node) and len(sizes(node)) > 1 and sizes(node)[-1] == sizes(node)[-2] >= SHORTEST
+        if masked and square and node.target in MATMULS:
+            return fix([*value(root).shape, *value(node).shape])
+        if is_view(node) or node.target in (aten.mul.Tensor, aten.div.Tensor, aten.where.self):
+            masked = masked or (node.target is not aten.div.Tensor and not is_view(node))
+            ahead.extend(node.all_input_nodes)
+    return False
 
 
 def read_attention(root: Node) -> ScanForm:

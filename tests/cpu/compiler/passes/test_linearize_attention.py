@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 
+from refold.compiler.inductor import show_graph
+from refold.compiler.pipeline import run
 from refold.compiler.recurrence import quadratic_form
 from refold.verify.numerics import unit_roundoff
 from support.chunked import below, difference, lower_triangle, masked_last, masked_running_sum
@@ -157,6 +159,28 @@ def test_near_misses_stay(rewritten, name):
 
 def test_short_sequences_stay(rewritten):
     assert rewritten(weighted(lambda w, a: w.tril()), *inputs(6)).names == []
+
+
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_lengths_that_were_symbols_become_numbers(rewritten, seed):
+    layer, given = attention(seed)
+    outcome = rewritten(layer, *given, dynamic=True)
+    assert outcome.names == [NAME]
+    assert outcome.worst() < 64 * unit_roundoff(torch.float32)
+
+
+@pytest.mark.parametrize(("layer", "graphs"), [("softmax", 1), ("sigmoid", 1), ("a_window", 2)])
+def test_lengths_stay_symbols_where_there_is_no_such_attention(layer, graphs):
+    made = []
+
+    def backend(gm, given):
+        show_graph(gm, given, lambda graph: made.append(run(graph)))
+        return gm
+
+    compiled = torch.compile(NEAR_MISSES[layer], backend=backend, dynamic=True, fullgraph=True)
+    for tokens in (11, 13):
+        compiled(*inputs(tokens))
+    assert len(made) == graphs
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
