@@ -25,8 +25,8 @@ from torch.fx import Graph, Node
 from ...ops.torch.registry import Operation
 from ..ir.builder import Builder, same_strides, sort_topologically
 from ..ir.contract import Operand, contract, lay_out, multiplied, multiply, operand
-from ..ir.fx import CONVERT, MATMULS, SizesFixed, arg, is_tensor, is_training, value
-from ..ir.index import Factor, Product
+from ..ir.fx import CONVERT, SizesFixed, arg, is_tensor, is_training, value
+from ..ir.index import CONTRACTIONS, Factor, Product
 from ..ir.operators import HEADS, RANK_ONE
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.symbols import Axis, Label, atoms, extent, resolve, unify
@@ -66,8 +66,7 @@ def linearize_attention(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
     """
     if is_training(graph):
         return
-    roots = (*MATMULS, aten.sum.dim_IntList)
-    for root in (node for target in roots for node in graph.find_nodes(op="call_function", target=target)):
+    for root in (node for target in CONTRACTIONS for node in graph.find_nodes(op="call_function", target=target)):
         if is_tensor(root) and _is_wanted(root, wanted) and fix_sizes(root):
             raise SizesFixed(f"this compile is for these sizes alone: masks are told by them [{root.name}]")
         if _is_known(root) and _is_wanted(root, wanted):

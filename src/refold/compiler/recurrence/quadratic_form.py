@@ -27,7 +27,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.fx import MATMULS, arg, fix, is_tensor, power, sizes, value
-from ..ir.index import Factor, Product, expand, index, leaf, matmul_product, read_further, sum_product
+from ..ir.index import Factor, Product, contraction, expand, index, leaf, read_further
 from ..ir.symbols import Label, atoms, extent, resolve, unify
 from ..ir.views import is_view
 from .chunked_form import NotAScan, ScanForm, require
@@ -122,7 +122,7 @@ def fix_sizes(root: Node) -> bool:
 
 def read_attention(root: Node) -> ScanForm:
     """Read a product of weights and values, or a sum of weights, or raise `NotAScan`."""
-    first = matmul_product(root) if root.target in MATMULS else sum_product(root)
+    first = contraction(root)
     if first is None or extent(first.bound) < SHORTEST:
         raise NotAScan
     after, weights = first.bound, _Weights()
