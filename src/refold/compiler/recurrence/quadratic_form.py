@@ -38,7 +38,7 @@ aten = torch.ops.aten
 SHORTEST = 512
 """Tokens from which on a scan is looked for. What has fewer is a chunk of a longer sequence, or as fast as it is."""
 LARGEST = 2**28
-"""Elements of the largest constant that is computed, to see what it is."""
+"""Elements of the largest constant that is computed, to see what it is: masks of 16,384 tokens."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class _Weights:
     def _kept(self, x: Node, mask: Node, keeps: bool) -> Product | None:
         inner = index(x)
         labels = inner.labels
-        for i, j in _places(labels) if value(x).numel() <= LARGEST else ():
+        for i, j in _places(labels):
             if keeps_below(mask, len(labels), i, j, keeps, diagonal=0):
                 self.masks.append((labels[i], labels[j]))
                 return inner
@@ -123,7 +123,7 @@ def fix_sizes(root: Node) -> bool:
 def read_attention(root: Node) -> ScanForm:
     """Read a product of weights and values, or a sum of weights, or raise `NotAScan`."""
     first = contraction(root)
-    if first is None or extent(first.bound) < SHORTEST:
+    if first is None or not SHORTEST**2 <= extent(first.bound) ** 2 <= LARGEST:
         raise NotAScan
     after, weights = first.bound, _Weights()
     whole = expand(first, weights)

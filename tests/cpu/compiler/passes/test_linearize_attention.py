@@ -157,6 +157,13 @@ def test_near_misses_stay(rewritten, name):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
+def test_weights_may_be_larger_than_any_mask_that_is_read(rewritten, monkeypatch):
+    monkeypatch.setattr(quadratic_form, "LARGEST", 11 * 11)
+    outcome = rewritten(weighted(lambda w, a: w.tril() * difference(a)), *inputs())
+    assert outcome.names == [NAME]
+    assert rewritten(weighted(lambda w, a: w.tril()), *inputs(12)).names == []
+
+
 def test_short_sequences_stay(rewritten):
     assert rewritten(weighted(lambda w, a: w.tril()), *inputs(6)).names == []
 
