@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from ..ir.fx import MATMULS, arg, fix, is_tensor, power, sizes, value
+from ..ir.builder import walk
+from ..ir.fx import MATMULS, arg, fix, is_tensor, known, power, sizes, value
 from ..ir.index import Factor, Product, contraction, expand, index, leaf, read_further
 from ..ir.symbols import Label, atoms, extent, resolve, unify
 from ..ir.views import is_view
@@ -108,16 +109,15 @@ def fix_sizes(root: Node) -> bool:
     Masks are told by their values, for which sizes must be numbers. So what cannot be attention keeps its symbols:
     a product of no masked product of as many tokens, with scalings between.
     """
-    ahead, masked = list(root.all_input_nodes), False
-    while ahead:
-        node = ahead.pop(0)
-        square = is_tensor(node) and len(sizes(node)) > 1 and sizes(node)[-1] == sizes(node)[-2] >= SHORTEST
-        if masked and square and node.target in MATMULS:
-            return fix([*value(root).shape, *value(node).shape])
-        if is_view(node) or node.target in (aten.mul.Tensor, aten.div.Tensor, aten.where.self):
-            masked = masked or (node.target is not aten.div.Tensor and not is_view(node))
-            ahead.extend(node.all_input_nodes)
-    return False
+    if all(isinstance(known(size), int) for size in value(root).shape):
+        return False
+    masks = (aten.mul.Tensor, aten.where.self)
+    scales = (*masks, aten.div.Tensor)
+    seen = [*walk(root.all_input_nodes, lambda x: x.all_input_nodes if is_view(x) or x.target in scales else ())]
+    products = [node for node in seen if node.target in MATMULS and sizes(node)[-1] == sizes(node)[-2] >= SHORTEST]
+    if not products or not any(node.target in masks for node in seen):
+        return False
+    return fix([*value(root).shape, *value(products[0]).shape])
 
 
 def read_attention(root: Node) -> ScanForm:

@@ -176,6 +176,16 @@ def test_lengths_that_were_symbols_become_numbers(rewritten, seed):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
+def test_each_node_is_looked_at_once(rewritten):
+    def products(q, k, v, a):
+        w = q @ k.mT
+        for _ in range(40):
+            w = w * torch.where(w > 0, w, 1.0)
+        return w @ v
+
+    assert rewritten(products, *inputs(), dynamic=True).names == []
+
+
 @pytest.mark.parametrize(("layer", "graphs"), [("softmax", 1), ("sigmoid", 1), ("a_window", 2)])
 def test_lengths_stay_symbols_where_there_is_no_such_attention(layer, graphs):
     made = []
