@@ -148,13 +148,13 @@ def _multiply(node: Node, absorb: Callable[[Node], bool], top: bool) -> Product 
         return None
     # Only the outermost multiplication is expanded unconditionally; see `_is_outer`.
     left, right = index(a, absorb, top=False), index(b, absorb, top=False)
-    joined = _align(left, right) or _align(leaf(a), leaf(b))
+    joined = align(left, right) or align(leaf(a), leaf(b))
     if joined is None or len(joined.factors) > MAX_FACTORS or not (top or _is_outer(joined, left, right)):
         return None
     return joined
 
 
-def _align(left: Product, right: Product) -> Product | None:
+def align(left: Product, right: Product) -> Product | None:
     """Broadcast two products against each other."""
     labels = broadcast(left.labels, right.labels)
     if labels is None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from operator import getitem
 from typing import Any
 
@@ -124,13 +125,15 @@ class _Operands:
     A: Product
     B: Product
     C: Product
+    kind: torch.dtype
+    """What x, B and C become: the dtype of the result, or a wider one that one of them has. Decays may be wider."""
     free: bool
     """Whether x has no step size in common with the decay: ``dt`` is the log decay."""
     exact: bool
     """Whether x can be divided by that: its reciprocal is finite, and no gradient is lost."""
 
 
-def _operands(scan: ScanForm, kind: torch.dtype) -> _Operands:
+def _operands(scan: ScanForm, result: torch.dtype) -> _Operands:
     """Divide the factors among the arguments, taking the step size out of the log decay if x has it, too."""
     time, summed = set(resolve(scan.time)), set(resolve(scan.summed))
     steps = [factor for factor in scan.decays.factors if time & set(factor.axes())]
@@ -151,9 +154,11 @@ def _operands(scan: ScanForm, kind: torch.dtype) -> _Operands:
     keys = [factor for factor in written if summed & set(factor.axes())]
     values = [factor for factor in written if factor not in keys]
     require(keys and (values or scan.states is None))  # without values, keys are summed
+    kinds = [value(factor.node).dtype for factor in (*scan.written.factors, *scan.queries.factors)]
+    kind = reduce(torch.promote_types, kinds, result)
     return _Operands(
         Product((), tuple(values), scan.written.scale), dt, A, Product((), tuple(keys)), scan.queries,
-        free, not (lossy or kind == torch.float16),
+        kind, free, not (lossy or kind == torch.float16),
     )  # fmt: skip
 
 
@@ -188,7 +193,7 @@ def _places(scan: ScanForm, given: _Operands) -> _Places:
 
 
 def _arguments(
-    build: Builder, scan: ScanForm, given: _Operands, at: _Places, like: torch.Tensor
+    build: Builder, scan: ScanForm, given: _Operands, at: _Places
 ) -> tuple[Operation, tuple[Any, ...], list[Label]]:
     """Lay out what the operator takes; its name and the axes of a state, in its order, come with it."""
     tokens = (at.batch, at.time)
@@ -205,16 +210,18 @@ def _arguments(
             x = multiply(build, x, dt, order, by=aten.div.Tensor)
         else:
             x = Operand(build.times(build.call(aten.reciprocal.default, dt.node), given.x.scale), dt.axes)
-    v = _lay(build, x, (*tokens, at.heads, at.channels), given.x.scale, like)
-    dts = _lay(build, dt, (*tokens, at.heads), given.dt.scale, like)
-    k, q = (_lay(build, part, (*tokens, at.groups, at.summed), 1.0, like) for part in (B, C))
+    kind, wide = given.kind, torch.promote_types(given.kind, torch.float32)
+    v = _lay(build, x, (*tokens, at.heads, at.channels), given.x.scale, kind)
+    stepped = kind if dt is None else torch.promote_types(kind, value(dt.node).dtype)
+    dts = _lay(build, dt, (*tokens, at.heads), given.dt.scale, stepped)
+    k, q = (_lay(build, part, (*tokens, at.groups, at.summed), 1.0, kind) for part in (B, C))
     operator = HEADS if divided or not given.free else RANK_ONE
     inner = [at.channels, at.summed] if operator is HEADS else [at.summed, at.channels]
     state, initial = [at.batch, at.heads, *inner], None
     if scan.states is not None and scan.states.initial is not None:
-        initial = _lay(build, operand(build, scan.states.initial), tuple(state), 1.0, like)
+        initial = _lay(build, operand(build, scan.states.initial), tuple(state), 1.0, kind)
     if operator is HEADS:
-        rates, limits = _lay(build, A, (at.heads,), rate, like), step_limits(sign(dts))
+        rates, limits = _lay(build, A, (at.heads,), rate, wide), step_limits(sign(dts))
         found = HEADS.args(x=v, dt=dts, A=rates, B=k, C=q, initial_state=initial, dt_limit=limits)
     else:
         found = uncorrected(build, q, k, v, dts, initial)
@@ -224,11 +231,8 @@ def _arguments(
 def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace what an operator computes by its results."""
     given = _operands(scan, value(root).dtype)
-    products = (given.x, given.dt, given.A, given.B, given.C)
-    kinds = {value(factor.node).dtype for part in products for factor in part.factors}
-    require(all(torch.promote_types(kind, value(root).dtype) == value(root).dtype for kind in kinds))
     at, build, like = _places(scan, given), Builder(root), value(root)
-    operator, arguments, state = _arguments(build, scan, given, at, like)
+    operator, arguments, state = _arguments(build, scan, given, at)
     result = build.call(operator.target, *arguments)
     y, last = (build.call(getitem, result, i) for i in (0, 1))
     if missing := extent(resolve(scan.padded)) - extent(at.time):
@@ -237,7 +241,7 @@ def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Itera
     out = Operand(build.reshape(y, [axis.size for axis in axes]), axes)
     for part in scan.divisors:
         out = multiply(build, out, _multiplied(build, part, axes), axes, by=aten.div.Tensor)
-    y = build.restride(lay_out(build, out, scan.y), like)
+    y = build.restride(build.cast(lay_out(build, out, scan.y), like.dtype), like)
     axes = [axis for label in state for axis in label]
     end = Operand(build.reshape(last, [axis.size for axis in axes]), axes)
     states = scan.states
@@ -276,20 +280,18 @@ def _multiplied(build: Builder, product: Product, order: Sequence[Axis]) -> Oper
     return Operand(build.times(x.node, product.scale), x.axes)
 
 
-def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: float, like: torch.Tensor) -> Node:
+def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: float, kind: torch.dtype) -> Node:
     """Lay a product out dense, each axis a group of symbols; a number if there is no product."""
     if x is None:
         sizes = [extent(group) for group in groups]
-        return build.call(aten.full.default, sizes, number, dtype=like.dtype, device=like.device)
-    return build.dense(build.cast(lay_out(build, x, Product(groups, ())), like.dtype))
+        return build.call(aten.full.default, sizes, number, dtype=kind, device=value(build.anchor).device)
+    return build.dense(build.cast(lay_out(build, x, Product(groups, ())), kind))
 
 
 def _lay_last(build: Builder, node: Node, state: Operand, states: ChunkStates) -> Node:
     like = value(states.node)
     x = lay_out(build, state, Product(with_label(states.layout.labels, states.dim, ()), ()))
-    if value(x).dtype != like.dtype:
-        x = build.call(CONVERT, x, like.dtype)
-    return _last_of(build, x, node, states)
+    return _last_of(build, build.cast(x, like.dtype), node, states)
 
 
 def _last_of(build: Builder, x: Node, node: Node, states: ChunkStates) -> Node:

@@ -7,9 +7,9 @@ the scan ``H <- exp(a) H + B X``, ``Y = C . H`` (Dao & Gu 2024, arXiv:2405.21060
 attention with one decay per head, and plain linear attention, in what their papers call the parallel form. Its work
 and memory grow with the square of the tokens, those of the scan with their number.
 
-The weights are a product in any order and spelling. Their mask is a ``where``, or a factor of ones and zeros, or part
-of the decays. Decays are the exponential of a segment sum, or a power whose exponent is the distance ``i - j``, also
-times what depends on neither.
+The weights are a product in any order and spelling, and in any dtype that they have on the way. Their mask is a
+``where``, or a factor of ones and zeros, or part of the decays. Decays are the exponential of a segment sum, or a power
+whose exponent is the distance ``i - j``, also times what depends on neither.
 
 Shapes. X is (b, h, t, p), C and B are (b, h, t, n), and decays (b, h, t, t). Axes may be in another order, split,
 merged or missing.
@@ -27,8 +27,8 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import walk
-from ..ir.fx import MATMULS, arg, fix, is_tensor, known, power, sizes, value
-from ..ir.index import Factor, Product, contraction, expand, index, leaf, read_further
+from ..ir.fx import CASTS, MATMULS, arg, fix, is_tensor, known, power, sizes, value
+from ..ir.index import Factor, Product, align, contraction, expand, index, leaf, read_further
 from ..ir.symbols import Label, atoms, extent, resolve, unify
 from ..ir.views import is_view
 from .chunked_form import NotAScan, ScanForm, require
@@ -47,10 +47,12 @@ class _Weights:
     """Reads the factors of weights, through masks that let a token read itself and those before it.
 
     Attributes:
+        kind: The dtype of what is read: values that were widened from it are read as they were before.
         masks: For each the symbols of the tokens that read, and of those that are read.
         divisors: What weights are divided by, as those of a token are by their sum.
     """
 
+    kind: torch.dtype
     masks: list[tuple[Label, Label]] = field(default_factory=list)
     divisors: list[Product] = field(default_factory=list)
 
@@ -63,6 +65,13 @@ class _Weights:
                 both = is_tensor(x) and is_tensor(mask) and value(mask).dtype == torch.bool
                 if both and value(x).dtype == value(node).dtype and value(x).shape == value(node).shape:
                     return self._kept(x, mask, True)
+            if all(is_tensor(x) and value(x).is_floating_point() for x in pair):
+                return align(*map(leaf, pair))  # also of two dtypes
+        if node.target in CASTS:
+            source: Node = arg(node, 0)
+            rounds = all(value(x).is_floating_point() and value(x).itemsize > 1 for x in (source, node))
+            same = value(source).dtype == self.kind and value(node).dtype == torch.float32
+            return index(source) if rounds and (same or _places(leaf(node).labels)) else None
         if node.target is aten.div.Tensor and not node.kwargs and is_tensor(arg(node, 0)):
             return self._divided(arg(node, 0), arg(node, 1))
         if node.target is aten.full.default and isinstance(arg(node, 1), int | float):
@@ -125,7 +134,7 @@ def read_attention(root: Node) -> ScanForm:
     first = contraction(root)
     if first is None or not SHORTEST**2 <= extent(first.bound) ** 2 <= LARGEST:
         raise NotAScan
-    after, weights = first.bound, _Weights()
+    after, weights = first.bound, _Weights(value(root).dtype)
     whole = expand(first, weights)
     pairs, rest, masks = list[Segments](), list[Factor](), weights.masks
     for factor in whole.factors:
