@@ -8,7 +8,8 @@ import pickle
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 import refold
 from refold.integrations import graphs
@@ -246,6 +247,68 @@ def test_a_changed_model_never_runs_a_stale_graph(change):
         kept, expected = read(model, prompt), read(plain, prompt)
     found = one_by_one(model, ids, kept)
     torch.testing.assert_close(found, one_by_one(plain, ids, expected), rtol=1e-4, atol=1e-4)
+
+
+def between(change):
+    """Make ways to run ``change`` once within a call of ``generate``, between two tokens."""
+    at = iter([False] * 4 + [True] + [False] * 99)
+
+    def processed(ids, scores):
+        if next(at):
+            change()
+        return scores
+
+    def stopped(ids, scores, **given):
+        processed(ids, scores)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    class Streamed(BaseStreamer):
+        def put(self, value):
+            processed(value, None)
+
+        def end(self):
+            """Say nothing."""
+
+    return {
+        "logits_processor": LogitsProcessorList([processed]),
+        "stopping_criteria": StoppingCriteriaList([stopped]),
+        "prefix_allowed_tokens_fn": lambda row, ids: processed(ids, list(range(VOCAB))),
+        "streamer": Streamed(),
+    }
+
+
+@pytest.mark.parametrize("name", between(None))
+def test_what_the_user_runs_between_two_tokens_may_change_the_model(name):
+    model, plain, summary = pair("granitemoehybrid", num_local_experts=0)
+    ids = ids_of(1, 7)
+    still, found = plain.generate(ids, **GREEDY).tolist(), []
+    for each in (plain, model):
+        given = between(lambda each=each: setattr(each.lm_head, "weight", flipped(each)))[name]
+        found.append(each.generate(ids, **GREEDY, **{name: given}).tolist())
+    assert found[0] == found[1] != still
+    assert replayed(summary)
+
+
+def flipped(model):
+    return torch.nn.Parameter(-model.lm_head.weight.detach())
+
+
+def test_a_call_without_code_of_the_users_looks_at_the_model_once(monkeypatch):
+    model, plain, _ = pair("falcon_h1")
+    looks, holds = [], graphs.Snapshot.holds
+    monkeypatch.setattr(graphs.Snapshot, "holds", lambda self: bool(looks.append(1)) or holds(self))
+    ids, seen = ids_of(1, 7), []
+    streamer = between(lambda: None)["streamer"]
+    for call in ({}, {"do_sample": True, "past_key_values": DynamicCache(config=model.config)}, {"streamer": streamer}):
+        looks.clear()
+        model.generate(ids, **GREEDY | call)
+        seen.append(len(looks))
+    assert seen[0] <= 1
+    assert seen[1] == 1
+    assert seen[2] > 8
+    for each in (model, plain):  # the next call, of a model or of ``generate``, looks again
+        each.lm_head.weight = flipped(each)
+    assert model.generate(ids, **GREEDY).tolist() == plain.generate(ids, **GREEDY).tolist()
 
 
 OTHER = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.5, str: lambda v: f"{v}s"}

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -286,7 +287,8 @@ HELD = "_refold_graphs"
 
 def graphs_of(model: nn.Module) -> Graphs:
     """Give the graphs of a model; they go when it goes, and copies of a model have their own."""
-    held: Graphs = vars(model).setdefault(HELD, Graphs())  # a snapshot holds the model: only a collector sees both go
+    fields = vars(model)
+    held: Graphs = fields.get(HELD) or fields.setdefault(HELD, Graphs())  # a snapshot holds the model: a cycle
     return held
 
 
@@ -307,6 +309,8 @@ class Graphs:
         self.snapshot: Snapshot | None = None
         self.refused: str | None = None
         self.pool: Any = None
+        self.looked: dict[int, Snapshot | None] = {}
+        """Threads that are in `generating` -> the snapshot that held then, if any."""
         self.lock = threading.Lock()
 
     def __reduce__(self) -> Any:
@@ -321,6 +325,17 @@ class Graphs:
             room = f", room for {step.capacity} tokens" if step.capacity else ""
             lines.append(f"    graph of {len(step.inputs['input_ids'])} rows: {step.bytes / 2**20:.0f} MiB{room}")
         return "\n".join([*lines, *(f"  {n} tokens by ordinary calls: {why}" for why, n in self.ordinary.items())])
+
+    @contextmanager
+    def generating(self, *given: Any) -> Iterator[None]:
+        """Look at the model once in a call of ``generate`` whose arguments bring no code that runs between tokens."""
+        thread = threading.get_ident()
+        if _still(given):
+            self.looked[thread] = None
+        try:
+            yield
+        finally:
+            self.looked.pop(thread, None)
 
     def call(self, model: Any, ordinary: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run a call of the model, by a graph where `refusal` finds no reason against it."""
@@ -380,10 +395,13 @@ class Graphs:
                     step.busy -= 1
 
     def _changed(self, model: Any) -> str | None:
-        if self.snapshot is None or not self.snapshot.holds():
+        thread = threading.get_ident()
+        if self.snapshot is None or (self.looked.get(thread) is not self.snapshot and not self.snapshot.holds()):
             self.forget()
             self.snapshot = Snapshot(model)
             self.refused = self.snapshot.refusal()
+        if thread in self.looked:
+            self.looked[thread] = self.snapshot
         return self.refused
 
     def forget(self) -> None:
@@ -400,7 +418,7 @@ class Graphs:
     def _token(self, model: Any, ordinary: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Read one token by the step of its sizes; a reason if that is not possible."""
         name, held = next((name, given[name]) for name in CACHES if given.get(name) is not None)
-        call, before = _key(model, name, given), None
+        call, before = _key(name, given), None
         for (key, _), step in self.steps.items():
             if key[0] == call and step.untouched(held) and step.length < (step.capacity or step.length + 1):
                 break
@@ -526,13 +544,23 @@ def cache_refusal(model: Any, held: Any, ids: Tensor) -> str | None:
     return None if length is None or implementation in ATTENTION else f"attention runs by {implementation}"
 
 
-def _key(model: Any, name: str, given: Mapping[str, Any]) -> Hashable:
-    """Everything of a call that a graph holds as a constant."""
-    ids, positions, config = given["input_ids"], given.get("position_ids"), model.config
+def _still(value: Any) -> bool:
+    """Whether an argument of ``generate`` brings no code of its own: numbers, texts, tensors, a cache, settings."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_still, value))
+    if type(value) is dict:
+        return all(map(_still, value.values()))
+    kind = type(value)
+    known = kind.__module__.startswith("transformers.") and kind.__name__ in ("DynamicCache", "GenerationConfig")
+    return known or value is None or kind in (Tensor, bool, int, float, str)
+
+
+def _key(name: str, given: Mapping[str, Any]) -> Hashable:
+    """Everything of a call that a graph holds as a constant; settings of the model are in the snapshot."""
+    ids, positions = given["input_ids"], given.get("position_ids")
     return (
         name, ids.dtype, len(ids), None if positions is None else (positions.dtype, tuple(positions.shape)),
         tuple((n, v) for n, v in given.items() if n not in (*INPUTS, *CACHES)),
-        getattr(config, "_attn_implementation", None), str(getattr(config, "_experts_implementation", None)),
         torch.cuda.current_stream(ids.device).cuda_stream if ids.device.type == "cuda" else 0,
     )  # fmt: skip
 

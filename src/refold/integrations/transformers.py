@@ -11,7 +11,7 @@ import copy
 import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import chain
 from types import MethodType
 from typing import Any, cast
@@ -402,7 +402,12 @@ def _generator(kind: Any) -> type:
         given = {"input_ids": args[0], **kwargs} if args else kwargs
         return graphs_of(self).call(self, kind.__call__, given)
 
-    return _subclass(kind, {"__call__": __call__}, kind.__name__, "_generator")
+    @wraps(kind.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with graphs_of(self).generating(args, kwargs):
+            return kind.generate(self, *args, **kwargs)
+
+    return _subclass(kind, {"__call__": __call__, "generate": generate}, kind.__name__, "_generator")
 
 
 def _subclass(kind: type, members: dict[str, Any], name: str = "", maker: str = "_mixer") -> type:
