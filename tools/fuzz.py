@@ -14,6 +14,8 @@ exit status tells whether all were right. `tests/support/programs.py` says what 
 from __future__ import annotations
 
 import argparse
+import resource
+import signal
 import sys
 import warnings
 from collections import Counter
@@ -27,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 # Programs that a process runs before another takes its place: PyTorch keeps something of each.
 # `max_tasks_per_child` would do that, but waits forever in Python before 3.12.1.
 PROGRAMS_A_PROCESS = 800
+# What a program may take: seconds, after which its loops get an error every second, and bytes.
+SECONDS, BYTES = 120, 8 << 30
 KINDS = ("graph", "recurrence", "captured", "coupled", "kept", "layer", "changed")
 
 
@@ -39,6 +43,8 @@ def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
 
     torch.set_num_threads(1)
     r, about = Random(seed), ""
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS, 1)
     try:
         if kind in ("layer", "changed"):
             about, outcome = trial.trial(r, changed=kind == "changed")
@@ -55,8 +61,14 @@ def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
             outcome = programs.judge(program) if kind == "recurrence" else programs.judge_captured(program)
     except Exception as error:  # a compiler that fails is wrong, too
         return kind, seed, f"{type(error).__name__}: {str(error)[:300]} | {about}", []
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     found = [rewrite.rsplit(" as ", 1)[-1].split(":")[0] for rewrite in outcome.rewrites]
     return kind, seed, f"{outcome.failure} | {about}" if outcome.failure else "", found
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"more than {SECONDS} seconds")
 
 
 def main() -> int:
@@ -71,7 +83,8 @@ def main() -> int:
     work = [(kind, seed) for kind in given.kind for seed in range(*given.seeds)]
     share = PROGRAMS_A_PROCESS * given.jobs
     for batch in (work[i : i + share] for i in range(0, len(work), share)):
-        with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+        limit = resource.setrlimit, (resource.RLIMIT_AS, (BYTES, BYTES))
+        with ProcessPoolExecutor(given.jobs, get_context("spawn"), *limit) as pool:
             for kind, seed, failure, names in pool.map(one, *zip(*batch, strict=True), chunksize=4):
                 count += 1
                 found.update(names)
