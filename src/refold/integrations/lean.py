@@ -46,7 +46,7 @@ class Lean:
         """Read one token per row ``(b, 1)``, and move a cache on; logits ``(b, 1, vocab)``."""
         states = [(layer.conv_states[0][..., 1:], layer.recurrent_states[0]) for layer in held.layers]
         windows, recurrent = zip(*states, strict=True)  # of a window, transformers' layers never read the first
-        state = {"conv": windows, "ssm": recurrent, "length": 0}
+        state = {"conv": windows, "ssm": recurrent, "length": ids.new_zeros(len(ids))}
         logits: Tensor = self.model.step_(self.config, self.params, ids[:, 0], state)[:, None]
         return logits
 

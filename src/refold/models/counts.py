@@ -5,8 +5,11 @@ and written once. Elementwise work is left out of the operations; it is bound by
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from refold.errors import ArgumentError
 from refold.models.checkpoint import layout
 from refold.models.configs import Config, DeltaConfig, HybridConfig, MambaConfig
 
@@ -67,6 +70,32 @@ def state_shapes(config: Config, batch: int, capacity: int = 0) -> dict[str, tup
         cache = (config.kinds.count("attention"), batch, capacity, config.nkvheads, config.headdim)
         found |= {"k": (cache, "weights"), "v": (cache, "weights")}
     return found
+
+
+def check_state(config: Config, batch: int, state: Mapping[str, Any]) -> None:
+    """Refuse what is no state of ``batch`` rows of this model, in stacks or as tuples of layers.
+
+    Its key-value cache may have room for any number of tokens.
+
+    Raises:
+        ArgumentError: An array is missing, is not known, or has another shape.
+    """
+    given = {name: _shape(a) for name, a in state.items()}
+    expected = state_shapes(config, batch, given["k"][2] if len(given.get("k", ())) == 5 else 0)
+    for name in (*expected, *given):
+        wanted, got = expected.get(name, (None,))[0], given.get(name)
+        if wanted != got:
+            raise ArgumentError(
+                f"state[{name!r}] must have the shape {wanted} where this model reads {batch} rows; got {got}. Pass "
+                "what its init_state, forward or step returned."
+            )
+
+
+def _shape(stack: Any) -> tuple[int, ...]:
+    if not isinstance(stack, tuple):
+        return tuple(stack.shape)
+    shapes = {tuple(layer.shape) for layer in stack}
+    return (len(stack), *(shapes.pop() if len(shapes) == 1 else ()))
 
 
 def state_elements(config: Config) -> tuple[int, int]:

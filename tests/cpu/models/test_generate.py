@@ -197,6 +197,22 @@ def test_what_is_no_conversation_of_this_generator(make, generators):
             g.read([[1]], wrong)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_state_of_other_shapes(name, generators):
+    """States of fewer rows were written to outside of their memory."""
+    g = generators[name]
+    tokens, state = g.start(3).logits.argmax(-1), g.read([[1, 2]] * 3).state
+    step = getattr(g.model, "step_", None) or g.model.step
+    for part, a in state.items():
+        fewer = a[:2] if part == "length" else a[:, :2]
+        without = {name: other for name, other in state.items() if name != part}
+        for given in ({**state, part: fewer}, {**state, f"{part}s": a}, without):
+            with pytest.raises(ArgumentError, match=rf"state\['{part}s?'\] must have the shape .* 3 rows; got"):
+                step(g.config, g.params, tokens, given)
+            with pytest.raises(ArgumentError, match=rf"state\['{part}s?'\] must have the shape .* 3 rows; got"):
+                g.model.forward(g.config, g.params, tokens[:, None], given)
+
+
 def test_saving_where_nothing_can_be_written(generators, tmp_path):
     talk = generators["mamba2"].read([[1]])
     for path in (tmp_path / "missing" / "c", tmp_path, None):

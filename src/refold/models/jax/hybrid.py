@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from refold.models.configs import DeltaConfig, HybridConfig
+from refold.models.counts import check_state
 from refold.models.jax import delta, mamba2
 from refold.models.jax.layers import Array, Tree, embed, init_state, layer_of, linear, output, rms_norm, valid_tokens
 from refold.models.jax.sharding import time as time_shards
@@ -86,6 +87,7 @@ def _layers(
     time_axis: str | None = None,
 ) -> tuple[Array, Tree]:  # fmt: skip
     """Run all layers on ``hidden (b, t, d)``; ``mix`` is the Mamba mixer to use."""
+    check_state(config, len(hidden), state)
     length = state["length"]
 
     def mamba_layer(hidden: Array, common: Tree, weights: Tree, conv: Array, ssm: Array) -> tuple[Array, ...]:

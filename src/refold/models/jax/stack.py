@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from refold.models.configs import Mamba2Config, MambaConfig
+from refold.models.counts import check_state
 from refold.models.jax import mamba, mamba2
 from refold.models.jax.layers import Array, Tree, embed, init_state, output, over_layers, rms_norm, valid_tokens
 from refold.models.jax.sharding import time as time_shards
@@ -44,6 +45,7 @@ def forward(
     batch, seqlen = tokens.shape
     if state is None:
         state = init_state(config, batch, params["embedding"].dtype)
+    check_state(config, batch, state)
     options: Tree = {} if chunk_size is None else {"chunk_size": chunk_size}
     valid = valid_tokens(seqlen, lengths)
     mix = partial(_mixer(config).mixer, config.mixer, lengths=lengths, valid=valid, time_axis=time_axis, **options)
@@ -61,6 +63,7 @@ def step(
 
     The layers of ``params`` and ``state`` are both stacked or both separate.
     """
+    check_state(config, len(token), state)
     mix = partial(_mixer(config).mixer_step, config.mixer, active=active)
     hidden, states = _layers(mix, params, token, state, config.norm_eps)
     length = state["length"] + (1 if active is None else active.astype(jnp.int32))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refold.models.configs import DeltaConfig, HybridConfig
+from refold.models.counts import check_state
 from refold.models.torch import delta, mamba2, steps
 from refold.models.torch.heads import enter, leave
 from refold.models.torch.layers import (
@@ -57,6 +58,7 @@ def forward(
     if state is None:
         dtype = params["embedding"].dtype
         state = init_state(c, rows.batch, dtype, device=tokens.device, capacity=rows.length)
+    check_state(c, rows.batch, state)
     past = state["length"].tolist()
     hidden, mixed = embed(params, rows.tokens) * c.embedding_multiplier, None
     windows, states = list(state["conv"]), list(state["ssm"])
@@ -86,6 +88,7 @@ def forward(
 def step_(config: HybridConfig, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None) -> Tensor:
     """Read one token per row; the cache must have room. Arguments and results as in ``stack.step_``."""
     c = config
+    check_state(c, len(token), state)
     hidden = embed(params, token) * c.embedding_multiplier
     seen = {"mixer": 0, "attention": 0}
     for common, kind in zip(params["layers"], c.kinds, strict=True):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from refold.models.configs import Mamba2Config, MambaConfig
+from refold.models.counts import check_state
 from refold.models.torch import mamba, mamba2, steps
 from refold.models.torch.layers import Rows, Tree, add_norm, embed, init_state, output
 
@@ -50,6 +51,7 @@ def forward(
     rows = Rows.of(tokens, lengths, group)
     if state is None:
         state = init_state(config, rows.batch, params["embedding"].dtype, device=tokens.device)
+    check_state(config, rows.batch, state)
     mix, c = _mixer(config).mixer, config.mixer
     options: Tree = {} if chunk_size is None else {"chunk_size": chunk_size}
     hidden, mixed = embed(params, rows.tokens), None
@@ -71,6 +73,7 @@ def step_(
     Returns:
         Logits ``(b, vocab)``.
     """
+    check_state(config, len(token), state)
     step, c = _mixer(config).mixer_step_, config.mixer
     hidden = embed(params, token)
     for weights, window, ssm in zip(params["layers"], state["conv"], state["ssm"], strict=True):
