@@ -7,7 +7,7 @@ although every operation by itself is right. Run node by node, the graph gives t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..private import HigherOrderOperator, tree_leaves
-from .builder import Builder, same_strides
-from .fx import VIEWS, value
+from ..private import HigherOrderOperator, tree_leaves, tree_map
+from .builder import Builder, same_strides, walk
+from .fx import VIEWS, concrete, value
 
 aten = torch.ops.aten
 
@@ -100,6 +100,38 @@ def stale(graph: Graph) -> str:
         if _follows(node) and not _alike(node.meta["val"], real := evaluated(node)):
             return f"{node.target} makes {_described(real)}, its metadata says {_described(node.meta['val'])}"
     return ""
+
+
+def in_numbers(root: Node, until: Callable[[Node], bool]) -> Node:
+    """Copy what computes a value, with sizes as the numbers that they had when traced: `concrete`.
+
+    Args:
+        root: Computes the value.
+        until: Tells which other values are inputs of the copy.
+    """
+    graph, copies = Graph(root.graph.owning_module), dict[Node, Any]()
+    needed = set(walk([root], lambda x: () if until(x) and x is not root else x.all_input_nodes))
+    for node in (x for x in root.graph.nodes if x in needed):
+        val = node.meta.get("val")
+        if isinstance(val, torch.SymInt):
+            copies[node] = concrete(val)
+        elif _follows(node) and (node is root or not until(node)):
+            args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = new = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            new.meta["val"] = val
+            new.meta["val"] = evaluated(new)
+        else:
+            copies[node] = new = graph.placeholder(node.name)
+            new.meta["val"] = tree_map(_in_numbers, val)
+    return copies[root]
+
+
+def _in_numbers(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return concrete(x)
+    shape, strides = ([*map(concrete, of)] for of in (x.shape, x.stride()))
+    with x.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
 
 def _follows(node: Node) -> bool:

@@ -26,11 +26,10 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from ..ir.builder import walk
 from ..ir.fx import CASTS, MATMULS, arg, fix, is_tensor, known, power, sizes, value
 from ..ir.index import Factor, Product, align, contraction, expand, index, leaf, read_further
+from ..ir.metadata import in_numbers
 from ..ir.symbols import Label, atoms, extent, resolve, unify
-from ..ir.views import is_view
 from .chunked_form import NotAScan, ScanForm, require
 from .segment_sums import Segments, constant_value, filled, keeps_below, segments, unify_all
 
@@ -113,20 +112,23 @@ def _places(labels: tuple[Label, ...]) -> list[tuple[int, int]]:
 
 
 def fix_sizes(root: Node) -> bool:
-    """Make numbers of the sizes of a product that may be attention; tell whether one was none.
+    """Make numbers of the sizes of a product that is attention with those that it had when traced; tell whether it is.
 
-    Masks are told by their values, for which sizes must be numbers. So what cannot be attention keeps its symbols:
-    a product of no masked product of as many tokens, with scalings between.
+    Masks are told by their values, for which sizes must be numbers. So what is no attention keeps its symbols.
     """
-    if all(isinstance(known(size), int) for size in value(root).shape):
+    weights = [x for x in root.all_input_nodes if root.target in MATMULS and _is_square(x)]
+    if not weights or all(isinstance(known(size), int) for size in value(root).shape):
         return False
-    masks = (aten.mul.Tensor, aten.where.self)
-    scales = (*masks, aten.div.Tensor)
-    seen = [*walk(root.all_input_nodes, lambda x: x.all_input_nodes if is_view(x) or x.target in scales else ())]
-    products = [node for node in seen if node.target in MATMULS and sizes(node)[-1] == sizes(node)[-2] >= SHORTEST]
-    if not products or not any(node.target in masks for node in seen):
+    try:
+        read_attention(in_numbers(root, lambda x: x.target in MATMULS and not _is_square(x)))
+    except NotAScan:
         return False
-    return fix([*value(root).shape, *value(products[0]).shape])
+    return fix([*value(root).shape, *value(weights[0]).shape])
+
+
+def _is_square(node: Node) -> bool:
+    """Tell whether a product of matrices has a number for each two of many tokens."""
+    return sizes(node)[-1] == sizes(node)[-2] >= SHORTEST
 
 
 def read_attention(root: Node) -> ScanForm:
