@@ -31,7 +31,7 @@ from ..inductor import duplicate
 from ..ir.builder import Builder, downstream, extract, is_constant, placeholders, same_strides, upstream, walk
 from ..ir.captured_loop import CapturedLoop, captured_loops, loop_nodes
 from ..ir.fx import CONVERT, HALF, copied_graph, is_erased, is_made, is_tensor, registers_hook, until_fixed, value
-from ..ir.metadata import evaluated, with_strides_of
+from ..ir.metadata import evaluated, twin, with_strides_of
 from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
 from ..ir.source import CALLED, located, name_of
@@ -47,7 +47,7 @@ from .associative_scan import Neighbours
 from .body import differentiable
 from .mutation import changed_in_place, is_autograd_function, storages, writers, writes, written
 from .one_call import run_alone
-from .to_aten import environment, to_aten, twin
+from .to_aten import environment, to_aten
 
 aten = torch.ops.aten
 _DEVICES = ("cpu", "cuda")

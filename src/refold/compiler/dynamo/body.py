@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from ..ir.builder import walk
 from ..ir.captured_loop import CapturedLoop
 from ..ir.fx import CONVERT, SCATTERS, arg, is_random, is_tensor, is_zero, take_place, value
+from ..ir.metadata import twin
 from ..ir.source import expression, located, name_of
 from ..private import tree_flatten, tree_leaves, tree_unflatten
 from ..recurrence.affine import Affine, Loop
@@ -35,7 +36,7 @@ from .one_call import Operations
 from .positions import slice_of
 from .read_back import Origin, promote
 from .step_arithmetic import OF_TENSORS, Counting, is_number
-from .to_aten import environment, to_aten, twin
+from .to_aten import environment, to_aten
 
 aten = torch.ops.aten
 prims = torch.ops.prims

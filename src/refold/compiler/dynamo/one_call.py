@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from ..ir.metadata import twin
 from ..private import HigherOrderOperator, TorchDispatchMode, tree_leaves
-from .to_aten import twin
 
 aten = torch.ops.aten
 CONSTANTS = (

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ..ir.fx import is_random
+from ..ir.metadata import twin
 from ..private import schema
 from .mutation import storages
 from .one_call import CONSTANTS, run_alone
-from .to_aten import to_aten, twin
+from .to_aten import to_aten
 
 aten = torch.ops.aten
 

@@ -114,14 +114,6 @@ _VIEWS_IN_PLACE = {
 }
 
 
-def twin(x: Any) -> Any:
-    """Make another tensor of the same form, with numbers for the sizes that are known by now; return all else."""
-    if not isinstance(x, torch.Tensor):
-        return x if isinstance(x, int) else known(x)
-    shape, strides = ([known(n) for n in sizes] for sizes in (x.shape, x.stride()))
-    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-
-
 def environment(values: Sequence[Any]) -> Any:
     """Return the shape environment of the symbols among sizes, or a new one."""
     sizes = [n for x in values for n in ((*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,))]

@@ -208,8 +208,16 @@ def sort_topologically(graph: Graph) -> None:
 
 
 def is_constant(node: Node) -> bool:
-    """Tell whether a node computes the same value every time, from no input of the graph."""
-    return all(x.op == "call_function" and not is_random(x.target) for x in walk([node]))
+    """Tell whether a node computes the same value every time: from no input, but for tensors that the graph holds."""
+    return all(
+        type(held(x)) is torch.Tensor if x.op == "get_attr" else x.op == "call_function" and not is_random(x.target)
+        for x in walk([node])
+    )
+
+
+def held(node: Node) -> Any:
+    """Look up the attribute that a node reads: a tensor, where the user wrote a literal."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def tensors_read(node: Node) -> list[Node]:
@@ -289,7 +297,7 @@ def extract(root: Node | Sequence[Node], inputs: Sequence[Node]) -> GraphModule:
             if node.op == "placeholder":
                 raise AssertionError(f"{node} is read by the region but is not one of its inputs")
             if node.op == "get_attr":
-                attributes[node.target] = operator.attrgetter(node.target)(roots[0].graph.owning_module)
+                attributes[node.target] = held(node)
             copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(copies[root] if isinstance(root, Node) else tuple(copies[node] for node in roots))
     return GraphModule(attributes, graph)

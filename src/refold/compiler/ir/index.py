@@ -247,9 +247,10 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
 
     None unless there is a repeat: otherwise nothing is gained over taking the node itself.
     """
-    if not (node.args and is_tensor(arg(node, 0))) or any(isinstance(a, Node) for a in node.args[1:]):
+    others = (*node.args[1:], *node.kwargs.values())
+    if not (node.args and is_tensor(arg(node, 0))) or any(isinstance(x, Node) for x in others):
         return None
-    moved = _resized_axes(node) if node.target in _RESIZING else [] if _is_unary(node) else None
+    moved = _resized_axes(node) if node.target in _RESIZING else [] if is_elementwise(node.target) else None
     if moved is None:
         return None
     inner = index(arg(node, 0), absorb, top=False)
@@ -277,11 +278,6 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
     )
     pushed = Factor(factor.node, rename(factor.labels), (*factor.pending, pending), factor.linear and linear)
     return Product(rename(inner.labels), (pushed,), through=inner.through)
-
-
-def _is_unary(node: Node) -> bool:
-    """Tell whether a node maps one tensor elementwise, the same way every time."""
-    return is_elementwise(node.target) and not any(isinstance(a, Node) for a in node.kwargs.values())
 
 
 def _resized_axes(node: Node) -> Iterable[int]:

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from ..private import HigherOrderOperator, tree_leaves, tree_map
 from .builder import Builder, same_strides, walk
-from .fx import VIEWS, concrete, value
+from .fx import VIEWS, concrete, known, value
 
 aten = torch.ops.aten
 
@@ -120,18 +120,21 @@ def in_numbers(root: Node, until: Callable[[Node], bool]) -> Node:
             copies[node] = new = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             new.meta["val"] = val
             new.meta["val"] = evaluated(new)
+        elif node.op == "get_attr":
+            copies[node] = graph.node_copy(node)
         else:
             copies[node] = new = graph.placeholder(node.name)
-            new.meta["val"] = tree_map(_in_numbers, val)
+            with value(root).fake_mode:  # type: ignore[attr-defined]
+                new.meta["val"] = tree_map(lambda x: twin(x, concrete), val)
     return copies[root]
 
 
-def _in_numbers(x: Any) -> Any:
+def twin(x: Any, number: Callable[[Any], Any] = known) -> Any:
+    """Make another tensor of the same form, with the numbers for sizes that are known by now, or that are given."""
     if not isinstance(x, torch.Tensor):
-        return concrete(x)
-    shape, strides = ([*map(concrete, of)] for of in (x.shape, x.stride()))
-    with x.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        return number(x)
+    shape, strides = ([*map(number, of)] for of in (x.shape, x.stride()))
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
 
 def _follows(node: Node) -> bool:

@@ -39,6 +39,9 @@ from ..recurrence.signs import fades, sign
 
 aten = torch.ops.aten
 
+_CHUNKED = "decays and products of each chunk are written out and read again"
+_QUADRATIC = "weights of all pairs of tokens are written out and read again"
+
 
 def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace chunked scans by ``ssd``: their outputs and their last states."""
@@ -51,7 +54,7 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
         a, b = root.all_input_nodes
         for within, across in ((a, b), (b, a)):
             try:
-                yield from _replace(root, read_scan(within, across), wanted)
+                yield from _replace(root, read_scan(within, across), wanted, "fuse chunked scan", _CHUNKED)
             except NotAScan:
                 continue
             sort_topologically(graph)  # the last state may have been read before the outputs
@@ -72,7 +75,7 @@ def linearize_attention(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
             raise SizesFixed(f"this compile is for these sizes alone: masks are told by them [{root.name}]")
         if _is_known(root) and _is_wanted(root, wanted):
             with suppress(NotAScan):
-                yield from _replace(root, read_attention(root), wanted)
+                yield from _replace(root, read_attention(root), wanted, "linearize attention", _QUADRATIC)
                 graph.eliminate_dead_code()
 
 
@@ -228,7 +231,7 @@ def _arguments(
     return operator, found, state
 
 
-def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool], name: str, why: str) -> Iterator[Rewrite]:
     """Replace what an operator computes by its results."""
     given = _operands(scan, value(root).dtype)
     at, build, like = _places(scan, given), Builder(root), value(root)
@@ -249,9 +252,6 @@ def _replace(root: Node, scan: ScanForm, wanted: Callable[[str], bool]) -> Itera
 
     tokens, size = extent(at.time), f"{extent(at.channels)} x {extent(at.summed)}"
     detail = f"{tokens} tokens, {extent(at.heads)} heads of {size} as one {operator.name}"
-    name, why = "fuse chunked scan", "decays and products of each chunk are written out and read again"
-    if states is None:
-        name, why = "linearize attention", "weights of all pairs of tokens are written out and read again"
     said: dict[str, Any] = {"name": name, "detail": detail, "terms": tokens}
     narrowed = None if lasts else narrow_after(root, y, build.added, wanted, why=f"{why}, widened to float32", **said)
     if narrowed is not None:

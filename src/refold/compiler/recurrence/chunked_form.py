@@ -158,7 +158,8 @@ def read_scan(within: Node, across: Node) -> ScanForm:
         padded=time,
         summed=carried.bound,
     )
-    _check_symbols(scan, states.chunk, pairs, diagonal.bound)
+    require(pairs.step and set(resolve(diagonal.bound)) == set(resolve((*after, *carried.bound))))
+    check_symbols(diagonal, states.chunk, pairs, carried.bound, (scan.decays.factors, queries, scan.written.factors))
     _drop_padding(scan, states.chunk, pairs)
     return scan
 
@@ -225,17 +226,20 @@ def with_label(labels: tuple[Label, ...], axis: int, label: Label) -> tuple[Labe
     return (*labels[:axis], label, *labels[axis + 1 :])
 
 
-def _check_symbols(scan: ScanForm, chunk: Label, pairs: Segments, within: Label) -> None:
-    """Require every symbol to play one part only: where unification had to collapse two, this is no scan."""
-    out = atoms(scan.y.labels)
-    c, i, j, t = (set(resolve(label or ())) for label in (chunk, pairs.upto, pairs.after, pairs.step))
-    n = set(resolve(scan.summed))
-    require(i and j and t and set(resolve(within)) == j | n)
+def check_symbols(
+    y: Product, chunk: Label, pairs: Segments, summed: Label, factors: Sequence[Sequence[Factor]]
+) -> None:
+    """Require every symbol to play one part only: where unification had to collapse two, this is no scan.
+
+    The factors are those of decays, of queries, and of what is written.
+    """
+    out = atoms(y.labels)
+    c, i, j, t, n = (set(resolve(label or ())) for label in (chunk, pairs.upto, pairs.after, pairs.step, summed))
     rest = set(out) - c - i
     parts = [c, i, j, t, n, rest]
-    require(c <= set(out) and len(out) == len(set(out)) and sum(map(len, parts)) == len(set().union(*parts)))
-    for product, own in ((scan.decays, t), (scan.queries, i | n), (scan.written, j | n)):
-        require(all(set(factor.axes()) <= rest | c | own for factor in product.factors))
+    require(c | i <= set(out) and len(out) == len(set(out)) and sum(map(len, parts)) == len(set().union(*parts)))
+    for given, own in zip(factors, (t, i | n, j | n), strict=True):
+        require(all(set(factor.axes()) <= rest | c | own for factor in given))
 
 
 def _drop_padding(scan: ScanForm, chunk: Label, pairs: Segments) -> None:

@@ -29,8 +29,8 @@ from torch.fx import Node
 from ..ir.fx import CASTS, MATMULS, arg, fix, is_tensor, known, power, sizes, value
 from ..ir.index import Factor, Product, align, contraction, expand, index, leaf, read_further
 from ..ir.metadata import in_numbers
-from ..ir.symbols import Label, atoms, extent, resolve, unify
-from .chunked_form import NotAScan, ScanForm, require
+from ..ir.symbols import Label, atoms, broadcast, extent, resolve, unify
+from .chunked_form import NotAScan, ScanForm, check_symbols, require
 from .segment_sums import Segments, constant_value, filled, keeps_below, segments, unify_all
 
 aten = torch.ops.aten
@@ -100,9 +100,8 @@ class _Weights:
 def _within(node: Node, labels: tuple[Label, ...]) -> Product | None:
     """Read what is broadcast to axes with these labels."""
     read = index(node, top=False)
-    pairs = zip(read.labels[::-1], labels[::-1], strict=False)
-    fits = len(read.labels) <= len(labels) and all(not own or unify(own, label) for own, label in pairs)
-    return read if fits else None
+    both = broadcast(read.labels, labels)
+    return read if both is not None and atoms(both) == atoms(labels) else None
 
 
 def _places(labels: tuple[Label, ...]) -> list[tuple[int, int]]:
@@ -157,7 +156,8 @@ def read_attention(root: Node) -> ScanForm:
     written = [factor for factor in rest if set(after) & set(factor.axes())]
     queries = [factor for factor in rest if factor not in written]
     summed = tuple(axis for axis in resolve(whole.bound) if axis not in after)
-    _check_symbols(whole, pair, queries, written, summed)
+    require(summed and written and any(set(upto) & set(factor.axes()) for factor in queries))
+    check_symbols(whole, (), pair, summed, (pair.source.factors, queries, written))
     outer = {*atoms(whole.labels)}
     require(all(by.present() <= outer and not by.bound for by in weights.divisors))
     require(unify(after, upto) and (not pair.step or unify(pair.step, upto)))
@@ -168,22 +168,10 @@ def read_attention(root: Node) -> ScanForm:
     )  # fmt: skip
 
 
-def _check_symbols(whole: Product, pair: Segments, queries: list[Factor], written: list[Factor], summed: Label) -> None:
-    """Require every symbol to play one part only: what reads tokens, what is read, keys, and the rest."""
-    out = atoms(whole.labels)
-    i, j, t, n = (set(resolve(label or ())) for label in (pair.upto, pair.after, pair.step, summed))
-    rest = set(out) - i
-    require(i <= set(out) and len(out) == len(set(out)) and n and queries and written)
-    require(len(i | j | t | n | rest) == len(i) + len(j) + len(t) + len(n) + len(rest))
-    for factors, own in ((pair.source.factors, t), (queries, i | n), (written, j | n)):
-        require(all(set(factor.axes()) <= rest | own for factor in factors))
-    require(any(i & set(factor.axes()) for factor in queries))
-
-
 def _decay(node: Node) -> Segments | None:
     """Read decays between tokens, or a mask of ones and zeros, which is none; None if it is neither."""
     if (read := power(node)) is None:
-        return _ones(node)
+        return _powers(node)
     exponent, masks = _cleared(read[0])
     found = segments(exponent) or _distances(exponent)
     if found is None or found.upto is None or found.after is None:
@@ -248,10 +236,18 @@ def _rated(rate: Any, labels: tuple[Label, ...], tokens: tuple[int, int]) -> Pro
     return Product((), read.factors, read.scale)
 
 
-def _ones(node: Node) -> Segments | None:
-    """Read ones where a token reads itself or one before it, and zeros elsewhere, as decays that are none."""
+def _powers(node: Node) -> Segments | None:
+    """Read a constant of zeros where a token reads later ones, and elsewhere powers of their distance, or ones."""
     labels = leaf(node).labels
     for i, j, table in _tables(node, labels):
-        if np.array_equal(table, np.tri(len(table), dtype=table.dtype)):
-            return Segments(labels, Product((), (), 0.0), (), labels[i], labels[j], causal=True)
+        n, kind = len(table), table.dtype if table.dtype.kind == "f" else np.dtype(np.float32)
+        column, tiny = table[:, 0].astype(float), float(np.finfo(kind).tiny)
+        if column[0] != 1 or not np.all((column >= 0) & (column < inf)):
+            continue
+        last = int(np.flatnonzero(column > tiny)[-1])
+        rate = float(np.log(column[last])) / max(last, 1)
+        fallen = np.exp(rate * np.arange(n))[::-1].astype(kind)
+        ideal = np.lib.stride_tricks.sliding_window_view(np.append(fallen, np.zeros(n - 1, kind)), n)[::-1]
+        if np.allclose(table, ideal, 64 * np.finfo(kind).eps, tiny):
+            return Segments(labels, Product((), (), rate), (), labels[i], labels[j], causal=True)
     return None

@@ -259,5 +259,5 @@ def constant_value(node: Node) -> np.ndarray | None:
         if "device" in inner.kwargs:
             inner.update_kwarg("device", torch.device("cpu"))
     with outside:
-        result = evaluate(gm, [])
+        result = evaluate(gm.cpu(), [])
         return (result.float() if result.is_floating_point() and result.itemsize <= 2 else result).numpy()
