@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 # Programs that a process runs before another takes its place: PyTorch keeps something of each.
 # `max_tasks_per_child` would do that, but waits forever in Python before 3.12.1.
 PROGRAMS_A_PROCESS = 800
-# What a program may take: seconds, after which its loops get an error every second, and bytes.
+# What a program may take: seconds of the processor, after which its loops get an error every second, and bytes.
 SECONDS, BYTES = 120, 8 << 30
 KINDS = ("graph", "recurrence", "captured", "coupled", "kept", "layer", "changed")
 
@@ -43,8 +43,8 @@ def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
 
     torch.set_num_threads(1)
     r, about = Random(seed), ""
-    signal.signal(signal.SIGALRM, _too_long)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, 1)
+    signal.signal(signal.SIGPROF, _too_long)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS, 1)
     try:
         if kind in ("layer", "changed"):
             about, outcome = trial.trial(r, changed=kind == "changed")
@@ -62,13 +62,13 @@ def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
     except Exception as error:  # a compiler that fails is wrong, too
         return kind, seed, f"{type(error).__name__}: {str(error)[:300]} | {about}", []
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     found = [rewrite.rsplit(" as ", 1)[-1].split(":")[0] for rewrite in outcome.rewrites]
     return kind, seed, f"{outcome.failure} | {about}" if outcome.failure else "", found
 
 
 def _too_long(*_: object) -> None:
-    raise TimeoutError(f"more than {SECONDS} seconds")
+    raise TimeoutError(f"more than {SECONDS} seconds of the processor")
 
 
 def main() -> int:
