@@ -9,9 +9,12 @@ import pytest
 from jax import export
 
 from refold import ops
+from refold.models.checkpoint import random_params
+from refold.models.jax import model_for, to_device
 from refold.ops.spec import CU_SEQLENS, Example, load
 from refold.ops.testing import oracle, problem
 from refold.ops.testing.contract import relative_error
+from support.models import CONFIGS
 from support.products import few
 
 EVERY = frozenset({"D", "z", "dt_bias", "decay", "bias", "initial_state", "reset", "g", "beta", "r", "A_log"})
@@ -95,3 +98,16 @@ def test_one_program_serves_all_lengths(name, packed):
         for found, expected in zip(*map(jax.tree.leaves, (program.call(arrays_of(one)), defined)), strict=True):
             error = relative_error(np.asarray(found, np.float64), np.asarray(expected, np.float64))
             assert error <= one.tolerance(), (one.case, error)
+
+
+@pytest.mark.slow
+@few("name", list(CONFIGS), ["granite"])
+def test_one_program_of_a_model_serves_all_lengths(name):
+    config = CONFIGS[name]
+    run = partial(model_for(config).forward, config, to_device(random_params(config)))
+    program = export.export(jax.jit(run))(jax.ShapeDtypeStruct(export.symbolic_shape("b, t"), jnp.int32))
+    for rows, length in ((2, 9), (1, 1), (3, 2)):
+        tokens = jnp.arange(rows * length, dtype=jnp.int32).reshape(rows, length)
+        for found, expected in zip(*(jax.tree.leaves(call(tokens)) for call in (program.call, run)), strict=True):
+            assert found.shape == expected.shape
+            assert relative_error(np.asarray(found, np.float64), np.asarray(expected, np.float64)) <= 64 * 2**-23

@@ -17,7 +17,7 @@ from refold.models.counts import check_state
 from refold.models.jax import delta, mamba2
 from refold.models.jax.layers import Array, Tree, embed, init_state, layer_of, linear, output, rms_norm, valid_tokens
 from refold.models.jax.sharding import time as time_shards
-from refold.ops.jax.layout import product
+from refold.ops.jax.layout import is_known, product
 
 QUERY_BLOCK = 512
 """Queries whose scores against the whole cache are held at one time."""
@@ -87,7 +87,7 @@ def _layers(
     time_axis: str | None = None,
 ) -> tuple[Array, Tree]:  # fmt: skip
     """Run all layers on ``hidden (b, t, d)``; ``mix`` is the Mamba mixer to use."""
-    check_state(config, len(hidden), state)
+    check_state(config, hidden.shape[0], state)
     length = state["length"]
 
     def mamba_layer(hidden: Array, common: Tree, weights: Tree, conv: Array, ssm: Array) -> tuple[Array, ...]:
@@ -213,7 +213,7 @@ def _attention(
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         return product("bkrts,bske->btkre", jax.nn.softmax(scores, axis=-1).astype(q.dtype), values).astype(q.dtype)
 
-    if seqlen <= QUERY_BLOCK:
+    if not is_known(seqlen) or seqlen <= QUERY_BLOCK:
         y = attend(q, position)
     else:
         blocks = -(-seqlen // QUERY_BLOCK)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from refold.models.configs import Config
 from refold.models.counts import state_shapes
-from refold.ops.jax.layout import product
+from refold.ops.jax.layout import is_known, product
 
 Array = jax.Array
 Tree = Any
@@ -41,7 +41,7 @@ def _times(x: Array, weight: Array) -> Array:
     def multiply_and_sum(x: Array, weight: Array) -> Array:
         return jnp.sum(x.astype(jnp.float32)[..., None, :] * weight.astype(jnp.float32), axis=-1)
 
-    if x.size > 2 * x.shape[-1]:
+    if not is_known(x.size) or x.size > 2 * x.shape[-1]:
         return matrix_product(x, weight)
     return jax.lax.platform_dependent(x, weight, cuda=multiply_and_sum, rocm=multiply_and_sum, default=matrix_product)
 
@@ -87,10 +87,10 @@ def valid_tokens(seqlen: int, lengths: Array | None) -> Array | None:
 def last_window(window: Array, x: Array, lengths: Array | None) -> Array:
     """Return the last ``w - 1`` valid inputs of each row: of ``window (b, d, w-1)`` followed by ``x (b, t, d)``."""
     before, seqlen = window.shape[2], x.shape[1]
-    if lengths is None and seqlen >= before:
+    if lengths is None and is_known(seqlen) and seqlen >= before:
         return x[:, seqlen - before :].swapaxes(1, 2).astype(window.dtype)
     extended = jnp.concatenate([window.swapaxes(1, 2), x.astype(window.dtype)], axis=1)
-    starts = jnp.full(len(x), seqlen) if lengths is None else lengths
+    starts = jnp.full(x.shape[0], seqlen) if lengths is None else lengths
     last = jax.vmap(lambda row, n: jax.lax.dynamic_slice_in_dim(row, n, before))(extended, starts)
     return last.swapaxes(1, 2)
 

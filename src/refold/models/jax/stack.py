@@ -63,7 +63,7 @@ def step(
 
     The layers of ``params`` and ``state`` are both stacked or both separate.
     """
-    check_state(config, len(token), state)
+    check_state(config, token.shape[0], state)
     mix = partial(_mixer(config).mixer_step, config.mixer, active=active)
     hidden, states = _layers(mix, params, token, state, config.norm_eps)
     length = state["length"] + (1 if active is None else active.astype(jnp.int32))
