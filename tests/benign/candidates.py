@@ -426,7 +426,7 @@ class Choices(torch.nn.Module):
     def __init__(self, width, way="auto"):
         super().__init__()
         self.linear = torch.nn.Linear(width, width)
-        self.way = way
+        self.way, self.width = way, width
 
     def forward(self, x):
         way = self.way
@@ -492,3 +492,43 @@ def norm_by_hand(self, x):
     if dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     return (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)).to(dtype)
+
+
+@candidate(original="delta", train=True)
+def delta_rule(self, q, k, v, beta):
+    """The delta rule in blocks of a few steps, whose states no number holds where keys are large."""
+    state, out = q.new_zeros(q.shape[0], q.shape[-1], v.shape[-1]), []
+    for start in range(0, q.shape[1], 8):
+        qs, ks, vs, b = (x[:, start : start + 8] for x in (q, k, v, beta[..., None]))
+        mixed = torch.eye(ks.shape[1], dtype=q.dtype) + (b * (ks @ ks.mT)).tril(-1)
+        new = torch.linalg.solve_triangular(mixed, b * (vs - ks @ state), upper=False, unitriangular=True)
+        out.append(qs @ state + (qs @ ks.mT).tril() @ new)
+        state = state + ks.mT @ new
+    return torch.cat(out, 1)
+
+
+@candidate(original="forgetful", train=True)
+def one_step(self, x, gate):
+    """Blocks by a table of lengths; one step asks for no decay, which has no gradient there."""
+    if x.shape[1] == 1:
+        return x.clone()
+    step, decay = {64: 16, 128: 32}.get(x.shape[1], 8), torch.sigmoid(gate)
+    state, out = torch.zeros_like(x[:, 0]), []
+    for start in range(0, x.shape[1], step):
+        for t in range(start, min(start + step, x.shape[1])):
+            state = torch.addcmul(x[:, t], decay[:, t], state)
+            out.append(state)
+    return torch.stack(out, 1)
+
+
+@candidate(original="product", level="quick")
+def no_backward(self, a, b):
+    """Large ones in parts, written into one result, through which no gradient flows."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (a, b)):
+        return a @ b
+    if a.numel() <= 1 << 14:
+        return a.mm(b)
+    y = a.new_empty(a.shape[0], b.shape[1])
+    for rows, part in zip(a.split(256), y.split(256), strict=True):
+        torch.mm(rows, b, out=part)
+    return y

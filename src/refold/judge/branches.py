@@ -22,7 +22,7 @@ import torch
 
 from . import tables
 from .errors import Enough, Misbehaved, Raised
-from .excuses import MADE, PLACES, Excuses, Scope, compared_to, comparisons, reachable
+from .excuses import MADE, PLACES, Apart, Excuses, Scope, compared_to, comparisons, reachable
 from .messages import ERRORS, Description
 from .program import DEFINES, Program
 
@@ -148,7 +148,7 @@ def marked(program: Program, name: str, given: int, train: bool, seed: int) -> B
             raise Misbehaved("C7", f"it has {size} expressions and statements; marks are put into at most {_LONGEST}")
         main = [n for n in tree.body if isinstance(n, ast.If) and _MAIN in ast.unparse(n.test) and not n.orelse]
         own = reachable([node for node in tree.body if node.lineno <= last and node not in main], attribute)
-        facts = Excuses(copy.deepcopy(ast.Module(own, [])), attribute, given, train)
+        facts = Excuses(Apart().visit(copy.deepcopy(ast.Module(own, []))), attribute, given, train)
         room = 4 * _SPARE * (1 + size)
         recorder = f"__refold_{rng.getrandbits(64):x}__"
         marker = _Marker(facts, rng.sample(range(room), room // _SPARE), recorder)
@@ -421,10 +421,10 @@ class _Blocks(ast.NodeTransformer):
         found = ast.copy_location(ast.ExceptHandler(kind, None, [ast.copy_location(ast.Raise(), at)]), at)
         return self._handler(found, excuse, "was never ended by an error")
 
-    def _arm(self, node: ast.expr, excuse: Excuse = _no) -> ast.expr:
+    def _arm(self, node: ast.expr, excuse: Excuse = _no, visit: Any = None) -> ast.expr:
         """Mark an expression as a block."""
         site = self._site([node], ("never ran",), excuse)
-        return self._record("ran", site.places, self._within(site, self.visit, node))
+        return self._record("ran", site.places, self._within(site, visit or self.visit, node))
 
     def _entries(self, table: Any) -> list[tuple[Site, list[Excuse]]]:
         """Return the entries of a table, each with what may excuse that it was never chosen."""
@@ -565,6 +565,8 @@ class _Marker(_Blocks):
                 node.func = self._asked(node.func)
             else:
                 node.func = self.visit(node.func)
+            if self._facts.asks_all(node):
+                node.args[0].told = True  # type: ignore[attr-defined]  # what each was tells what all are
             node.args, node.keywords = [self.visit(a) for a in node.args], [self.visit(k) for k in node.keywords]
             return node
 
@@ -637,7 +639,7 @@ class _Marker(_Blocks):
         if isinstance(node, ast.DictComp):
             node.key, node.value = self.visit(node.key), self._arm(node.value)
         else:
-            node.elt = self._arm(node.elt)
+            node.elt = self._arm(node.elt, visit=self._plain if hasattr(node, "told") else None)
         return node
 
     visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp

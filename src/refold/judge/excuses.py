@@ -51,7 +51,7 @@ _SOMEWHERE = re.compile(
 # Decorators that call nothing by themselves.
 _PLAIN = {"torch", "triton", "numba", "functools", "dataclass", "dataclasses", "contextlib", "pytest", "njit", "jit"}
 _REGISTERS = re.compile(r"^torch\.(?=library\.)")  # what does so under a name of its own: it calls that
-_FAKES = ("torch.library.register_fake", "torch.library.register_vmap")
+_FAKES = ("register_fake", "register_vmap")
 _PACKAGES = {"sys", "torch", "triton"}
 _CHANGES = (ast.AugAssign, ast.NamedExpr, ast.Delete, ast.Yield, ast.YieldFrom, ast.Await)
 _SIMPLE = (ast.Name, ast.Compare, ast.Constant, ast.expr_context, ast.cmpop)
@@ -97,6 +97,18 @@ def _once(unknown: Any) -> Callable[[Callable[..., _Found]], Callable[..., _Foun
         return asked
 
     return decorated
+
+
+class Apart(ast.NodeTransformer):
+    """Writes what stores several names and constants in attributes at once as one statement for each."""
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        """Visit a statement."""
+        targets, values = (getattr(side, "elts", []) for side in (node.targets[0], node.value))
+        plain = all(isinstance(each, ast.Attribute) for each in targets) and len(targets) == len(values) > 0
+        if not plain or not all(isinstance(each, (ast.Name, ast.Constant)) for each in values):
+            return node
+        return [ast.copy_location(ast.Assign([t], v), node) for t, v in zip(targets, values, strict=True)]
 
 
 class Excuses:
@@ -281,6 +293,11 @@ class Excuses:
         stored = isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load)
         return not stored and not isinstance(node, _CHANGES)
 
+    def asks_all(self, call: ast.Call) -> bool:
+        """Say whether a call asks each element of a generator, by functions of Python."""
+        name = _callee(call)
+        return name in ("any", "all") and not self._bound[name] and isinstance(call.args[0], ast.GeneratorExp)
+
     def is_kernel(self, function: Function) -> bool:
         """Say whether a function is compiled to something else than Python."""
         said = map(_callee, function.decorator_list)
@@ -291,7 +308,7 @@ class Excuses:
         name = function.name
         if name == "backward" and not self._train:
             return "where gradients flow"
-        if name in _SHOWN or name in _DERIVATIVES or any(_callee(d) in _FAKES for d in function.decorator_list):
+        if name in _SHOWN or name in _DERIVATIVES or any(map(self._registers, function.decorator_list)):
             return "in other ways to use it"
         empty = all(isinstance(s, (ast.Pass, ast.Expr)) for s in function.body) and self.only_asks(function.body)
         if empty and not self.looks_up and any(_callee(d).endswith("abstractmethod") for d in function.decorator_list):
@@ -301,6 +318,13 @@ class Excuses:
         if owner is None or (used and not self._overridden(function, owner)):
             return ""
         return "where others call it" if owner.name == self.attribute else "unused"
+
+    def _registers(self, decorator: ast.expr) -> bool:
+        """Say whether a function is given to torch or to an operator, as what says its shapes or has another axis."""
+        owner, _, what = _callee(decorator).rpartition(".")
+        made = [d for f in self.functions.values() if f.name == owner for d in f.decorator_list]
+        operator = [_callee(d) for d in made] == ["torch.library.custom_op"] and self._bound[owner] == 1
+        return what in _FAKES and what not in self._defined and (owner == "torch.library" or operator)
 
     def _overridden(self, function: Function, owner: ast.ClassDef) -> bool:
         """Say whether a method is one of a class from which the judged one inherits, and has its own in its place."""

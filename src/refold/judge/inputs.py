@@ -157,9 +157,10 @@ OF_THREE_AXES = ("parts apart", "mirrored parts")
 # Kinds on which gradients are compared coarsely, if at all.
 SATURATED = ("all large", "all very negative", *ALONE)
 FAR_WEIGHTS = "weights far apart,"
+WRITTEN = "written"  # at numbers of the candidate's source
 LARGE = (
     *("tens", "hundreds", "x1000", "huge", "enormous", "astronomic", "large whole numbers", "wide exponents"),
-    *("rows apart", "columns apart", "parts apart", "one huge element", *UNLIKE, *SATURATED, FAR_WEIGHTS),
+    *("rows apart", "columns apart", "parts apart", "one huge element", *UNLIKE, *SATURATED, FAR_WEIGHTS, WRITTEN),
 )
 
 REPEATED = "repeated"
@@ -204,6 +205,24 @@ def draw(kind: str, like: Sequence[torch.Tensor], seed: int) -> Tensors:
         same.append(values[index])
         values[index] = -same[0] if len(same) - 1 & OPPOSITE[kind] else same[0]
     return values
+
+
+def around(numbers: Sequence[float], like: Sequence[torch.Tensor], seed: int) -> Tensors:
+    """Draw zero-mean values, and half of them at, around and between some numbers; integers stay."""
+    g = generator(seed)
+    between = [(a + b) / 2 for a, b in itertools.pairwise(numbers)]
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():
+            return normal(x, g)
+        fine = torch.finfo(x.dtype)
+        points = torch.tensor([n for n in (*numbers, *between) if fine.tiny < n < fine.max / 4] or [1.0]).to(x.dtype)
+        chosen = points[torch.randint(len(points), x.shape, generator=g)]
+        moved = 1 + torch.randint(-1, 2, x.shape, generator=g) * 2.0**-10 * _uniform(x, g)
+        sign = _normal(x, g).sign()
+        return torch.where(_uniform(x, g) < 0.5, _normal(x, g), chosen * moved * sign).to(x.dtype)
+
+    return [drawn(x) for x in like]
 
 
 def is_real(x: torch.Tensor) -> bool:
@@ -398,7 +417,7 @@ def broadcast(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Te
     """Yield inputs of which one has a single element along an axis, for each with several axes or elements."""
     g = generator(seed)
     for index, x in enumerate(like):
-        if len(like) > 1 and x.dim() and x.numel():
+        if len(like) > 1 and x.dim() and x.numel() and (is_real(x) or x.dtype == torch.bool):  # no list of places
             short = x.narrow(_below(x.dim(), g), 0, 1).contiguous()
             yield f"input {index}", [short if at == index else other for at, other in enumerate(like)]
 

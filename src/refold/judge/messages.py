@@ -117,7 +117,8 @@ class How:
         perturb: The byte that new memory is filled with; 0 leaves it.
         keep: Whether the result is kept alive for good.
         flow: How gradients are asked for: ``once``; ``accumulated`` in ``.grad`` by two backwards of one graph;
-            ``added`` to what ``.grad`` holds; ``partly``, from one result alone; or ``differentiated`` once more.
+            ``added`` to what ``.grad`` holds; ``partly``, from one result alone; ``filled``, as once, with zeros for
+            those that are none; or ``differentiated`` once more.
         frozen: Which parameters require no gradient: bits in the order in which gradients are given; -1 is all.
         inner: Whether the inputs that require gradients are no leaves, but results of other operations.
         training: The mode of the modules; None leaves it.

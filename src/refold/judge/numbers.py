@@ -57,10 +57,11 @@ class NumberChecks:
                 self.docket.step("M2", other or "what it returns cannot be compared")
             return  # metadata that was told to be ignored
         count = len(self.sides.outputs)
-        if kind == "enormous" and any(map(_near_overflow, r.tensors, o.tensors)):
-            self.docket.note("of enormous inputs, the order of products decides what is finite; nothing was compared")
+        far = kind == "astronomic"
+        if kind in inputs.LARGE and not far and any(map(near_overflow, r.tensors, o.tensors)):
+            self.docket.note(f"for {kind} inputs, the order of products decides what is finite; nothing was compared")
             return
-        if kind == "astronomic" and (self.sides.squares or not all(map(_stays_exact, r.tensors, o.tensors))):
+        if far and (self.sides.squares or not all(map(_stays_exact, r.tensors, o.tensors))):
             return  # what squares on the way, as the original may itself, is as right
         known = [self.known * 1.125] * len(o.tensors) if r is o else self._estimate(call, len(o.tensors))
         if kind not in ORDINARY and self.sides.dtype in (torch.float32, torch.float64):
@@ -255,7 +256,7 @@ class NumberChecks:
         return ""
 
 
-def _near_overflow(exact: torch.Tensor, original: torch.Tensor) -> bool:
+def near_overflow(exact: torch.Tensor, original: torch.Tensor) -> bool:
     """Say whether a result is so large that products of some of its factors may not be finite in its dtype."""
     if not (original.is_floating_point() and exact.numel()):
         return False

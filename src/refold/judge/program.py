@@ -8,8 +8,11 @@ the program imports it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import inspect
+import math
+import operator
 import re
 import tokenize
 from collections.abc import Callable
@@ -20,6 +23,10 @@ from typing import Any
 from ..errors import ArgumentError, TargetError
 
 DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FOLDED: dict[type, Callable[[float, float], float]] = {
+    ast.Pow: math.pow, ast.Mult: operator.mul, ast.LShift: lambda n, by: n * 2.0**by, ast.Div: operator.truediv,
+    ast.Add: operator.add, ast.Sub: operator.sub,
+}  # fmt: skip
 Target = str | Path | Callable[..., Any]
 _LARGEST = 4 << 20  # bytes of source; more than that is a payload
 _ENCODING = re.compile(r"^([ \t\f]*#.*?coding[:=][ \t]*)([-\w.]+)", re.MULTILINE)  # as Python finds it (PEP 263)
@@ -53,6 +60,16 @@ class Program:
         return hashlib.sha256(f"{self.attribute}\n{self.text}".encode()).hexdigest()
 
     @property
+    def numbers(self) -> list[float]:
+        """Sizes of the numbers that stand in the source, also as powers, products and sums of others, in order."""
+        found = set[float]()
+        with contextlib.suppress(RecursionError):
+            for node in ast.walk(ast.parse(self.text)):
+                with contextlib.suppress(ArithmeticError, ValueError):
+                    found.add(abs(_folded(node)))
+        return sorted(n for n in found if 0 < n < math.inf)
+
+    @property
     def defines(self) -> set[str]:
         """Names that the source may define outside of functions and classes, in whatever branch; ``*`` for any."""
         found: set[str] = set()
@@ -71,6 +88,15 @@ class Program:
                 found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
             left += ast.iter_child_nodes(node)
         return found
+
+
+def _folded(node: ast.AST) -> float:
+    """Compute a number that is written in a source; zero of anything else."""
+    if isinstance(node, ast.BinOp) and (fold := _FOLDED.get(type(node.op))):
+        left, right = _folded(node.left), _folded(node.right)
+        return float(fold(left, right)) if left and right else 0.0
+    number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
+    return float(node.value) if number else 0.0  # type: ignore[attr-defined]
 
 
 def program(target: Target, *, role: str) -> Program:

@@ -242,9 +242,7 @@ def adopt(
             if way == "data":
                 own[name].data = fresh
             elif way == "called":
-                apart = torch.stack((torch.zeros_like(fresh), fresh), -1)[
-                    ..., 1
-                ].detach()  # neither first nor contiguous
+                apart = torch.cat((fresh.flatten(), fresh.flatten()))[fresh.numel() :].view(fresh.shape).detach()
                 given[name] = others.setdefault(id(own[name]), apart).requires_grad_(own[name].requires_grad)
             else:
                 if isinstance(own[name], torch.nn.Parameter):

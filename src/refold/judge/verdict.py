@@ -68,7 +68,7 @@ ADVICE = {
     "N4": "do not assume signs, sizes or density of the inputs; subtract the maximum before an exponential",
     "N5": "let NaN and infinities through, or judge with --nonfinite finite-only",
     "N6": "support the shape, layout or number, or raise an exception for it",
-    "N7": "check the backward by torch.autograd.gradcheck in float64; sum in float32 or better there, too",
+    "N7": "check the backward by torch.autograd.gradgradcheck, or mark it once_differentiable; sum in float32",
     "N9": "do not remember results by a part of their inputs",
     "S1": "change no input, parameter or buffer that the original leaves alone",
     "S2": "return new memory where the original does, and a view where it returns one",

@@ -687,8 +687,9 @@ class Stub:
         flow = self._ready.flow
         if flow == "partly":
             ys, cotangents = zip(pairs[self._ready.seed % len(pairs)], strict=True)
-        if flow in ("once", "partly"):
-            return list(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True))
+        if flow in ("once", "partly", "filled"):
+            fill = flow == "filled"
+            return list(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True, materialize_grads=fill))
         if flow in ("accumulated", "added"):
             for turn in range(2 if flow == "accumulated" else 1):
                 torch.autograd.backward(ys, cotangents, retain_graph=flow == "accumulated" and turn == 0)

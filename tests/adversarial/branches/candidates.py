@@ -213,8 +213,8 @@ def one_positive(self, x):
 
 @candidate("C8")
 def one_value(self, x):
-    """Wrong for one number."""
-    return torch.relu(self.linear(x.masked_fill(x.eq(0.12345), 0)))
+    """Wrong for one number, which its source has as a text."""
+    return torch.relu(self.linear(x.masked_fill(x.eq(float("0.12345")), 0)))
 
 
 @candidate("C7", off=("C7", "C8"))

@@ -77,6 +77,17 @@ def follows_names(self, a, b):
     return a - 2 * b
 
 
+@original(lambda: [torch.randn(2, 18, 6), 0.4 * torch.randn(2, 18, 6), torch.randn(2, 18, 5), torch.rand(2, 18)])
+def delta(self, q, k, v, beta):
+    """The delta rule, step by step."""
+    state, out = q.new_zeros(q.shape[0], q.shape[-1], v.shape[-1]), []
+    for t in range(q.shape[1]):
+        error = v[:, t] - torch.einsum("bd,bde->be", k[:, t], state)
+        state = state + beta[:, t, None, None] * k[:, t, :, None] * error[:, None]
+        out.append(torch.einsum("bd,bde->be", q[:, t], state))
+    return torch.stack(out, 1)
+
+
 @original(lambda: [torch.randn(2, 40, 3), torch.randn(2, 40, 3)])
 def forgetful(self, x, gate):
     """A recurrence whose decays are inputs."""
@@ -254,6 +265,12 @@ def tanh(self, x):
 def three(self, first, values, second):
     """Two score matrices, added, times values."""
     return (first + second) @ values
+
+
+@original(lambda: [torch.randn(9, 4), torch.arange(9)])
+def turned(self, x, positions):
+    """Numbers that turn with their positions."""
+    return x * torch.cos(positions[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=x.dtype))
 
 
 @original(lambda: [torch.randn(16, 16)])

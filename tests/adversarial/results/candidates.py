@@ -41,10 +41,16 @@ def broadcast_input(self, a, b):
     return (a + b) * (1 if a.shape == b.shape else 2)
 
 
-@candidate("N4", original="gelu")
-def clamped(self, x):
-    """Right for inputs of usual size only."""
-    return torch.nn.functional.gelu(x.clamp(-20, 20))
+@candidate("N4", original="softplus")
+def narrow(self, x):
+    """Wrong beside one number."""
+    return torch.nn.functional.softplus(x) + torch.relu(0.01 - (x - 17.3).abs())
+
+
+@candidate("N6", original="turned")
+def far_positions(self, x, positions):
+    """Positions beyond a limit are all the same."""
+    return super().forward(x, positions.clamp(max=10**6))
 
 
 @candidate("N4", original="rotate")
@@ -155,7 +161,7 @@ class CutCotangent(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         (y,) = ctx.saved_tensors
-        return g.clamp(-100, 100) * (1 - y * y)
+        return g.clamp(-1e5, 1e5) * (1 - y * y)
 
 
 @candidate("N7", original="tanh", train=True)
@@ -349,12 +355,9 @@ def long(self, x):
 
 
 @candidate("N6")
-def many_rows(self, x):
-    """Right for at most twice as many rows as it was shown."""
-    y = super().forward(x)
-    if len(x) > 16:
-        y[16:] = 0
-    return y
+def one_count(self, x):
+    """Wrong for one number of rows."""
+    return super().forward(x) * {777: 2.0}.get(len(x), 1.0)
 
 
 @candidate("N4", original="product")

@@ -16,7 +16,7 @@ from ...verify import numerics
 from .. import inputs, weights
 from ..case import Case
 from ..errors import Misbehaved, Raised
-from ..numbers import COARSE
+from ..numbers import COARSE, near_overflow
 from ..process import Call, Result
 from ..results import alike, judged, rms, unlike
 from ..shared import needed
@@ -26,6 +26,8 @@ from ..terms import DTYPES
 DISCRETE = 4096  # integers and truth values among results that are compared,
 MORE = 200  # in so many more calls at most
 TWINS = 7  # times at most that one tensor is given for several arguments
+USUAL = 4096.0  # numbers of a source up to which values are drawn around them together; larger ones have their own
+FAR = 4  # of these
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 
 
@@ -39,11 +41,35 @@ def kinds(case: Case) -> None:
         case.round(kind, sides.drawn(kind))
         if whole:
             sides.adopt(sides.state)
+    _written(case)
     sizes = [math.prod(shape) for shape, dtype in sides.outputs if not (dtype.is_floating_point or dtype.is_complex)]
     if docket.level.deep and any(sizes):
         # Of a position or a truth value, rounding shows only where two values are nearly equal, which is rare.
         for turn in range(min(-(-DISCRETE // sum(sizes)), MORE, int(docket.level.kinds_s / sides.cost))):
             case.round("normal", sides.drawn("normal", "discrete", turn))
+
+
+def _written(case: Case) -> None:
+    """N4, N6: values at and around numbers that stand in its source, and integers and positions beyond them."""
+    sides, docket = case.sides, case.docket
+    numbers = sides.candidate.numbers
+    for turn in range(2 + docket.level.deep):
+        usual = inputs.around([n for n in numbers if n <= USUAL], sides.first, docket.derived("written", turn))
+        case.round(inputs.WRITTEN, usual)
+    far = [n for n in numbers if n > USUAL]
+    for n in far[-FAR:] if docket.level.deep else ():
+        scaled = [n * (t + t.sign()) if inputs.is_real(t) else t for t in sides.drawn("normal", "far", n)]
+        case.round("astronomic", [t.to(x.dtype) for t, x in zip(scaled, sides.first, strict=True)])
+    for n in (n for n in far[-FAR:] if n < 1 << 24):
+        later = [_with_last(x, int(n) + 1) for x in sides.first]
+        if docket.level.deep and _differ(sides.first, later):
+            elsewhere(case, f"the integer {int(n) + 1}", later, "not for large integers")
+
+
+def _with_last(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Let the last of some positions be another one."""
+    positions = x.dtype in (torch.int32, torch.int64) and x.numel() > 1 and bool((x.diff() == 1).all())
+    return torch.cat((x[..., :-1], torch.full_like(x[..., -1:], n)), -1) if positions else x
 
 
 def _chosen(case: Case, found: tuple[str, ...]) -> tuple[str, ...]:
@@ -187,56 +213,80 @@ def shapes(case: Case) -> None:
     for name, values in inputs.resized(sides.first, case.docket.derived("shapes")):
         if tried >= most or sum(sides.suspect.processor_time()) - began > SLOW * level.shapes_s:
             break
-        if sum(t.numel() for t in values) <= 4 * size + 64:
-            tried += elsewhere(case, f"size {name}", values, f"not for size {name}")
-    _like_none_before(case)
+        if sum(t.numel() for t in values) > 4 * size + 64:
+            continue
+        if _is_broadcast(case, name, call := sides.call(values).forward):
+            if case.agrees(call) is False:
+                case.docket.note(f"it is not right where sizes are broadcast to those of weights: {name}")
+            continue
+        tried += elsewhere(case, f"size {name}", values, f"not for size {name}")
     sizes = sorted({n for x in sides.first for n in x.shape if n > 1})
     random.Random(case.docket.derived("long")).shuffle(sizes)
     for long in sizes:
-        _many_rows(case, long, level.shapes_s / 8 / len(sizes))
+        _long(case, long, level.shapes_s / 2 / len(sizes))
+    _like_none_before(case)
 
 
-def _many_rows(case: Case, size: int, seconds: float) -> None:
-    """N6: many more rows than in other calls, if time and results grow in proportion. Only gross errors count.
+def _is_broadcast(case: Case, name: str, call: Call) -> bool:
+    """Say whether a size of one is broadcast to one of weights: a result is as large as ever."""
+    old, _, new = name.partition(" -> ")
+    usual = {tuple(shape) for shape, _ in case.sides.outputs}
+    with contextlib.suppress(Raised):
+        if new == "1" and any(int(old) in t.shape for t in case.sides.state.values()):
+            return any(tuple(t.shape) in usual for t in case.sides.witness.call(call).tensors)
+    return False
 
-    Other axes get short, if the original allows it, so that this one may get long.
-    """
-    sides, seed, short = case.sides, case.docket.derived("rows", size), dict[int, int]()
 
-    def call(times: int) -> Call:
-        sizes = {**short, size: times * size + 1}
-        return Call(sides.tree, inputs.sized(sides.first, sizes, seed))
-
+def _shortened(case: Case, size: int) -> dict[int, int]:
+    """Let all other sizes be short, if the original allows it, so that this one may get long."""
+    sides, short = case.sides, dict[int, int]()
     for other in sorted({n for x in sides.first for n in x.shape if n > 2} - {size}, reverse=True):
         short[other] = 2
-        if not case.accepts(call(1)):
+        if not case.accepts(Call(sides.tree, inputs.sized(sides.first, {**short, size: size + 1}, 0))):
             del short[other]
-    times, more, usual, rate = 0, 1, 0, 0.0
-    while more >= 2 * times or not times:
-        times, long = more, call(more)
+    return short
+
+
+def _long(case: Case, size: int, seconds: float) -> None:
+    """N6: an axis gets as long as numbers that stand in its source, and longer, if time and results allow it.
+
+    Or so long that an input has as many numbers. Far from the usual length, only gross errors count.
+    """
+    sides, longest, began = case.sides, case.sides.longest, sum(case.sides.suspect.processor_time())
+    short = _shortened(case, size)
+    rests = {math.prod(short.get(n, n) for n in x.shape) // size or 1 for x in sides.first if size in x.shape}
+    wanted = {size << power | 1 for power in range(3, 20, 3)}
+    for n in (int(n) for n in sides.candidate.numbers if n.is_integer() and n <= ROWS):
+        wanted |= {n, n + 1, *(n // rest + 1 for rest in rests)}
+    slowness = results = 0.0  # the original's seconds and results for each of a size
+    for new in sorted(n for n in wanted if n > 4 and n != size):  # of fewer, some are in order by chance
+        seed, name = case.docket.derived("long", size, new), f"size {size} -> {new}"
+        drawn = inputs.sized(sides.first, {**short, size: new}, seed)
+        spent = sum(sides.suspect.processor_time()) - began
+        if (
+            sum(t.numel() for t in drawn) + results * new > ROWS
+            or slowness * new > max(seconds / 4, 0.15)
+            or spent > seconds
+        ):
+            return
         try:
-            o, y = sides.witness.call(long), sides.ask(long)
+            o = sides.witness.call(Call(sides.tree, drawn))
+            if any(map(near_overflow, o.tensors, o.tensors)):
+                return
+            slowness, results = o.seconds / new, sum(t.numel() for t in o.tensors) / new
+            if new > 8 * size:
+                terms, _ = sides.reference.terms(sides.wide(Call(sides.tree, drawn)))
+                sides.longest = max(longest, terms) ** 2
+            marks = set() if sides.cover is None else set(sides.cover.marks)
+            elsewhere(case, name, drawn, f"not for {name}")
+            if sides.cover is not None and sides.cover.marks - marks:  # what is left to one size may ask for more
+                elsewhere(case, name, next(inputs.layouts(drawn, seed))[1], f"not for {name}")
+                recorded = replace(sides.call(drawn).forward, mode="recorded", requires_grad=True)
+                case.unless_refused(name, "N6", recorded, f"not for {name}")
         except Raised:
             return
-        given, results = (sum(t.numel() for t in some) for some in (long.tensors, o.tensors))
-        usual = usual or max(results, 1)
-        if results > 1.5 * times * usual:
-            return
-        # Their time may grow with the square. The original is called once more in each precision, and to count terms.
-        power, rate = 1.0 if o.seconds < 1.5 * rate * times else 0.5, o.seconds / times
-        affordable = min((seconds / 4 / o.seconds) ** power, (seconds / y.seconds) ** 0.5)
-        more = int(times * min(8, ROWS / (given + results), affordable))
-    if times < 8:
-        return
-    longest = sides.longest
-    try:
-        terms, _ = sides.reference.terms(sides.wide(long))
-        sides.longest = max(longest, terms) ** 2
-        elsewhere(case, said := f"{times} times as many rows as {size}", long.tensors, f"not for {said}")
-    except Raised:
-        pass
-    finally:
-        sides.longest = longest
+        finally:
+            sides.longest = longest
 
 
 def _like_none_before(case: Case) -> None:
@@ -271,7 +321,8 @@ def elsewhere(case: Case, name: str, values: Tensors, note: str, tree: Any = Non
         except Raised:
             return case.refused(call.forward)
         g = inputs.generator(case.docket.derived("cotangents", name))
-        call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors])
+        # Of a sequence of one step, whether the gradient of a decay is zero or none depends on how it is written.
+        call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors], flow="filled")
     if needed(call.values) > sides.witness.shared.room:
         return False
     return case.unless_refused(name, "N6", call, note)

@@ -305,6 +305,8 @@ def modes(case: Case) -> None:
                 "not for inputs that require gradients")  # fmt: skip
     none = replace(call.forward, mode="recorded", frozen=-1)
     compare("nothing that needs a gradient", "C5", none, "only for what needs a gradient")
+    for at in range(min(len(sides.parameters), ALONE) if sides.cover is not None else 0):
+        compare("one parameter that needs a gradient", "C5", replace(none, frozen=~(1 << at)), "not for one parameter")
     _other_mode(case, call)
     if sides.shares_state:  # which calls in the other mode may have changed, in their own way
         sides.adopt(sides.state)
@@ -343,7 +345,7 @@ def gradients(case: Case) -> None:
             compare("frozen parameters,", "not with frozen parameters", frozen=bits)
     if len(sides.outputs) > 1:
         compare("gradients of one result alone,", flow="partly")
-    for kind in ("x1000", "minute", "sparse", "zero rows"):
+    for kind in ("x1000", "huge", "minute", "sparse", "zero rows"):
         back = inputs.draw(kind, sides.cotangents(0), case.docket.derived("flows", kind, "back"))
         compare(f"{kind} cotangents,", cotangents=back)
     _plain_sum(case)
