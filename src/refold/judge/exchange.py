@@ -31,9 +31,7 @@ from .verdict import Verdict
 
 _Given = ParamSpec("_Given")
 _Read = TypeVar("_Read")
-_DTYPES = {"float8_e4m3": "float8_e4m3fn"} | {
-    n: n for n in ("float32", "float16", "bfloat16", "float8_e5m2", "int64", "int32", "int16", "int8", "bool")
-}
+_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8", "bool")
 _FLOATS = ("float32", "bfloat16", "float16")
 _SIZES = (1, 2, 3, 5, 7, 13, 16, 29, 32, 48, 61, 64)  # of variable axes
 _TRIES = 10_000  # to satisfy all constraints
@@ -44,7 +42,8 @@ _OPERATORS: dict[type, Any] = {
     ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
 
-# Calls are by the order of inputs. A float64 process computes in float64; else each input has its own dtype.
+# Calls are by the order of inputs. A float64 process computes in float64; else each input has its own dtype. Where a
+# file holds tensors, calls have tensors alone, and numbers are the workload's.
 _COMMON = """
 
 import json as _json
@@ -55,12 +54,11 @@ _SPEC = _json.loads($spec)
 
 
 def _cast(values):
-    dtypes = [each["dtype"] for each in _SPEC["inputs"].values()]
-    return [
-        x.to(getattr(_torch, d)) if isinstance(x, _torch.Tensor) and x.is_floating_point() and x.dtype != _torch.float64
-        else x
-        for x, d in zip(values, dtypes)
-    ]
+    left = iter(values)
+    for each in _SPEC["inputs"].values():
+        x = each["value"] if _SPEC["stored"] and each["size"] is None else next(left)
+        real = isinstance(x, _torch.Tensor) and x.is_floating_point() and x.dtype != _torch.float64
+        yield x.to(getattr(_torch, each["dtype"])) if real else x
 
 
 def _named(found):
@@ -92,7 +90,7 @@ _CANDIDATE = """
 
 class ModelNew(_torch.nn.Module):
     def forward(self, *values):
-        values = _cast(values)
+        values = [*_cast(values)]
         if not _SPEC["places"]:
             return _named($entry(*values))
         axes = dict(_SPEC["axes"])
@@ -324,7 +322,9 @@ def programs(
     entry_text = solution.sources[solution.entry[0]]
     places = _takes_places(solution, entry_text, len(inputs)) if solution.places is None else solution.places
     below = max(min([each["size"][0] for each in inputs.values() if each["size"]], default=2), 1)
+    stored = _stored(workload, root, inputs)
     spec = {"axes": sizes, "inputs": inputs, "outputs": outputs, "places": places, "below": below}
+    spec["stored"] = stored is not None
     common = Template(_COMMON).substitute(spec=repr(json.dumps(spec)))
     original = source(definition.reference + common + _ORIGINAL, name="reference.py", role="original")
     text, entry, lines = entry_text, solution.entry[1], entry_text.count("\n") + 1
@@ -337,7 +337,7 @@ def programs(
     candidate = dataclasses.replace(candidate, lines=lines, entry=entry)
     floats = [each["dtype"] for each in (*inputs.values(), *outputs.values()) if each["dtype"] in _FLOATS]
     dtype = next((each for each in _FLOATS if each in floats), "float32")
-    return original, candidate, _stored(definition, workload, root, inputs), dtype
+    return original, candidate, stored, dtype
 
 
 def trace(
@@ -382,19 +382,17 @@ def _status(verdict: Verdict) -> str:
     }.get(verdict.check, passed)
 
 
-def _stored(
-    definition: Definition, workload: Workload, root: Path, inputs: Mapping[str, Any]
-) -> list[torch.Tensor] | None:
-    """Read inputs from files, if a workload names some; others are drawn once."""
+def _stored(workload: Workload, root: Path, inputs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+    """Read tensors from files, if a workload names some; other tensors are drawn once."""
     if not any(each.get("type") == "safetensors" for each in workload.inputs.values()):
         return None
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if numbers := ", ".join(name for name, each in inputs.items() if each["size"] is None):
-        raise TargetError(f"{definition.name} has numbers among its inputs ({numbers}), and tensors in files")
     found = []
     for name, each in inputs.items():
+        if each["size"] is None:
+            continue
         said, dtype = workload.inputs.get(name, {}), getattr(torch, each["dtype"])
         tensor = (torch.randn if dtype.is_floating_point else torch.zeros)(each["size"])
         if said.get("type") == "safetensors":
@@ -424,11 +422,12 @@ def _tensors(data: dict[str, Any], axes: Mapping[str, Any], path: Path) -> dict[
     found: dict[str, tuple[list[str] | None, str]] = {}
     for name, each in data.items():
         shape, dtype = (each.get("shape"), each.get("dtype")) if isinstance(each, dict) else ("", None)
+        dtype = "float8_e4m3fn" if dtype == "float8_e4m3" else dtype  # its former name
         if dtype not in _DTYPES:
             raise TargetError(f"{path}: {name} must have a dtype of {', '.join(_DTYPES)}, not {dtype!r:.40}")
         if shape is not None and not (isinstance(shape, list) and all(axis in axes for axis in shape)):
             raise TargetError(f"{path}: the shape of {name} must be a list of axes, or null for a number")
-        found[name] = shape, _DTYPES[dtype]
+        found[name] = shape, dtype
     return found
 
 

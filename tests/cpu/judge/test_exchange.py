@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from refold.errors import ArgumentError, TargetError
 from refold.judge import Nursery, exchange, judge_solution
@@ -212,6 +214,24 @@ def test_numbers_that_json_can_hold_end_in_a_verdict(value, nursery, tmp_path):
     ((verdict, trace),) = judge_solution(*_files(tmp_path, _solution()), tmp_path / "w.jsonl", **options)
     assert verdict.outcome in ("accepted", "unjudged"), str(verdict)
     json.dumps(trace)
+
+
+@pytest.mark.parametrize(("factor", "outcome"), [("eps", "accepted"), ("0.5", "refused")])
+def test_a_file_holds_tensors_and_the_workload_a_number(factor, outcome, nursery, tmp_path):
+    save_file({"t": torch.randn(64)}, tmp_path / "a")
+    inputs = {"weight": {"type": "safetensors", "path": "a", "tensor_key": "t"}, "eps": {"type": "scalar", "value": 2}}
+    (tmp_path / "w.jsonl").write_text(json.dumps(WORKLOAD | {"inputs": inputs}))
+    x = {"shape": ["twice", "hidden"], "dtype": "float8_e4m3fn"}
+    definition = DEFINITION | {
+        "inputs": {**DEFINITION["inputs"], "x": x},
+        "reference": "def run(x, weight, eps):\n    return x.to(weight) * weight * eps",
+    }  # fmt: skip
+    solution = _solution(
+        sources={"main.py": f"def fast(x, weight, eps):\n    return {factor} * (x.to(weight) * weight)"}
+    )
+    options = {"nursery": nursery, "level": "quick", "accept": "right", "threads": 1}
+    ((verdict, _),) = judge_solution(*_files(tmp_path, solution, definition), tmp_path / "w.jsonl", **options)
+    assert verdict.outcome == outcome, str(verdict)
 
 
 def test_tensors_that_no_memory_holds(tmp_path):
