@@ -34,6 +34,8 @@ def tensors(**ranks: tuple[int, ...]) -> Callable[[Function], Function]:
         def checked(*args: Any, **given: Any) -> Any:
             device = None
             for name, value in (*zip(names, args, strict=False), *given.items()):
+                if name not in kinds and isinstance(value, Tensor) and value.numel() != 1:
+                    raise ArgumentError(f"{op}: {name} must not be a tensor; got the shape {tuple(value.shape)}.")
                 if name not in kinds or (value is None and kinds[name] != "Tensor"):
                     continue
                 if not isinstance(value, Tensor):

@@ -64,6 +64,9 @@ def test_wrong_arguments_are_named(call):
         for wrong in (x > 0, x.to(torch.complex64), x.long() if x.is_floating_point() else x.float(), x.to_sparse()):
             with pytest.raises(ArgumentError, match=f"{call.__name__}: {name} must be dense, and"):
                 call(**{**CALLS[call], name: wrong})
+    for name in [name for name, kind in call.__annotations__.items() if "bool" in kind]:
+        with pytest.raises(ArgumentError, match=f"{call.__name__}: {name} must not be a tensor; got the shape"):
+            call(**{**CALLS[call], name: f(2)})
 
 
 @pytest.mark.parametrize(("call", "name", "wrong"), [
