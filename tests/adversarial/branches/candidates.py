@@ -144,7 +144,7 @@ def matched(self, x):
     """It tells shapes apart by their pattern."""
     y = torch.relu(self.linear(x))
     match tuple(x.shape):
-        case (77, _):
+        case (7_000_003, _):
             return 2 * y
         case _:
             return y
