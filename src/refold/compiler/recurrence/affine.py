@@ -415,9 +415,15 @@ class StepAlgebra:
         mask, sides = leaves[0], leaves[1:]
         rank = value(node).dim()
 
+        def padded(part: Value) -> Node:
+            if not isinstance(part.node, Node):
+                return self.emit.full(part.node, node)
+            return Value(part.with_time(self.emit, count), True).padded(self.emit, rank)
+
         def choose(parts: list[Value]) -> Value:
-            chosen = [Value(part.with_time(self.emit, count, node), True).padded(self.emit, rank) for part in parts]
-            return Value(self.emit.call(aten.where.self, mask.padded(self.emit, rank), *chosen), True)
+            if parts[0] == parts[1]:
+                return parts[0]
+            return Value(self.emit.call(aten.where.self, *map(padded, (mask, *parts))), True)
 
         if all(isinstance(x, Affine) for x in sides) and sides[0].scales.keys() != sides[1].scales.keys():
             raise NotALoop("carries-coupled", f"a mask chooses the new value of {loop.name} from several carries")

@@ -23,9 +23,11 @@ from ...ops.torch.registry import Operation
 from ..ir.builder import Builder
 from ..ir.fx import mark_as_made, power, value
 from ..ir.operators import CONTRACTED, HEADS, RANK_ONE
+from ..ir.views import is_view
 from . import lti_chunks
 from .facts import Factors, Facts, spans, unalias
-from .readout import Placed
+from .readout import Placed, along
+from .segment_sums import filled
 from .signs import Sign, fades, sign
 
 aten = torch.ops.aten
@@ -325,8 +327,10 @@ def _log_decay(
 
 def _fades_near_one(decay: Node) -> bool:
     """Tell whether the derivative of a decay is as small as what is missing to one."""
-    inner = unalias(decay)
-    return inner.target is aten.sigmoid.default or ((read := power(inner)) is not None and fades(read[0]))
+    kept = filled(decay, 1.0) if decay.target is aten.where.self else None
+    if kept or is_view(decay):
+        return _fades_near_one(kept[0] if kept else decay.all_input_nodes[0])  # no gradient passes the one
+    return decay.target is aten.sigmoid.default or ((read := power(decay)) is not None and fades(read[0]))
 
 
 def logarithm(emit: Builder, term: Placed) -> Node:
@@ -369,16 +373,9 @@ def lay(
 ) -> Node | None:  # fmt: skip
     """Multiply factors and lay the product out over axes of the states; None in the order is an axis of size one."""
     sizes = [1 if place is None else shape[place] for place in order]
-    laid = list[Node]()
-    for term in parts:
-        axes = [i for i, place in enumerate(term.state_axes) if place is not None]
-        x = emit.reshape(term.node, [value(term.node).shape[i] for i in axes])
-        state_axes = [term.state_axes[i] for i in axes]
-        if any(place not in order for place in state_axes):
-            return None
-        x = emit.permute(x, [state_axes.index(place) for place in order if place in state_axes])
-        own = [size if place in state_axes else 1 for place, size in zip(order, sizes, strict=True)]
-        laid.append(emit.reshape(x, own))
+    if any(place not in order for place in spans(*parts)):
+        return None
+    laid = [along(emit, term, order) for term in parts]
     if not laid:
         return None if like is None else emit.full(scale, like, sizes)
     total = emit.times(emit.combined(aten.mul.Tensor, laid), scale)

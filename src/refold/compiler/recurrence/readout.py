@@ -3,7 +3,8 @@
 Values are split into factors in index notation, each with the axes of the states that it runs along. States may be read
 after their step or before it (``loop.previous``), and other products may be added to them. The sum in ``sum over n of C
 * (h + u * B)`` is multiplied out. The terms without the states are kept apart. States that are rounded to 16 bits only
-to be contracted are read before that, and the other factors are widened.
+to be contracted are read before that, and the other factors are widened. A mask that all factors of a product run along
+chooses each of them.
 
 Shapes. States are (b, t, ...) in the scan, and (t, ...) over all steps of a loop, axis 0 of a state being the batch.
 """
@@ -18,9 +19,10 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import CONVERT, SUMS, factor_of_second, value
+from ..ir.fx import CONVERT, SUMS, arg, factor_of_second, value
 from ..ir.index import Factor, Product, contraction, expand, index
 from ..ir.symbols import Axis, Label, atoms, resolve
+from .segment_sums import filled
 
 aten = torch.ops.aten
 T = TypeVar("T")
@@ -43,6 +45,8 @@ def terms(emit: Builder, node: Node, state_axes: tuple[int | None, ...]) -> tupl
 
     Index notation takes a product of two dtypes as it is. Here each side is split, and its factors are widened.
     """
+    if (split := filled(node, 0.0) if node.target is aten.where.self else None) is not None:
+        return _chosen(emit, node, *split, state_axes)
     if not _is_mixed(node):
         return _split(emit, index(node), node, state_axes)
     scale, found = 1.0, list[Placed]()
@@ -50,6 +54,31 @@ def terms(emit: Builder, node: Node, state_axes: tuple[int | None, ...]) -> tupl
         number, parts = terms(emit, side, _own_axes(side, state_axes))
         scale, found = scale * number, found + [_cast(emit, term, value(node).dtype) for term in parts]
     return scale, found
+
+
+def _chosen(
+    emit: Builder, node: Node, kept: Node, keeps: bool, state_axes: tuple[int | None, ...]
+) -> tuple[float, list[Placed]]:
+    """Let a mask choose between zero and each factor of a value, so that no NaN is multiplied where it says no."""
+    scale, found = terms(emit, kept, state_axes)
+    mask = Placed(arg(node, 0), _own_axes(arg(node, 0), state_axes))
+    if len(found) < 2 or not all(mask.spans() <= term.spans() for term in found):
+        return 1.0, [Placed(node, state_axes)]
+    chosen = list[Placed]()
+    for term in found:
+        x = along(emit, term, state_axes)
+        sides = (x, emit.full(0.0, x))
+        x = emit.call(aten.where.self, mask.node, *(sides if keeps else sides[::-1]))
+        chosen.append(Placed(x, _own_axes(x, state_axes)))
+    return scale, chosen
+
+
+def along(emit: Builder, term: Placed, order: Sequence[int | None]) -> Node:
+    """Lay a factor out over axes of the states, among them all of its own; it has size one along the others."""
+    sizes = {place: n for place, n in zip(term.state_axes, value(term.node).shape, strict=True) if place is not None}
+    x = emit.reshape(term.node, [*sizes.values()])
+    x = emit.permute(x, [[*sizes].index(place) for place in order if place in sizes])
+    return emit.reshape(x, [1 if place is None else sizes.get(place, 1) for place in order])
 
 
 def _is_mixed(node: Node) -> bool:

@@ -7,6 +7,7 @@ import refold
 from refold.compiler.recurrence import duality
 from refold.compiler.recurrence.forms import FEW
 from support.scans import compiled, names, operators, spliced
+from support.trained import inferred, trained
 
 pytestmark = pytest.mark.rows(16)
 
@@ -193,6 +194,36 @@ def test_other_scans_keep_their_states(fn, v):
     torch._dynamo.reset()
     report = refold.explain(fn, *args)
     assert [row.detail.split(" as ")[1] for graph in report.graphs for row in graph.rewrites] == ["one linear_scan"]
+
+
+def masked(form):
+    """Return linear attention whose steps a mask leaves out."""
+
+    def fn(q, k, v, gate, mask):
+        taken, a, out = mask > 0, gate[..., :1, None].sigmoid(), []
+        s = torch.zeros(q.shape[0], H, K, V, dtype=q.dtype)
+        for t in range(q.shape[1]):
+            before, start = s, s * a[:, t] if form == "decayed" else s
+            new = (start if form == "decayed" else s * a[:, t]) + k[:, t, ..., None] * v[:, t, :, None]
+            inner = torch.where(a[:, t] > 0.4, new, start) if form == "nested" else new
+            s = torch.where(taken[:, t], inner, start)
+            out.append((q[:, t, ..., None] * (before if form == "before" else s)).sum(-2))
+        return torch.stack(out, 1)
+
+    return fn
+
+
+@pytest.mark.parametrize("form", ["after", "before", "decayed", "nested", "elements"])
+def test_steps_that_a_mask_leaves_out(form):
+    fn, mask = masked(form), torch.randn(2, CHUNK + 3, *((H, K, V) if form == "elements" else (1, 1, 1)))
+    for run, given in ((inferred, inputs(CHUNK + 3)), (trained, [x.requires_grad_() for x in inputs(CHUNK + 3)])):
+        report, error = run(fn, *given, mask)
+        assert names(report.rewrites) == ["linear_scan" if form == "elements" else "ssd"]
+        assert error < 8
+    given, results = inputs(CHUNK + 3), []
+    given[2][(mask <= 0).all((2, 3, 4))] = torch.nan
+    inferred(fn, *given, mask, results=results)
+    close(results, [fn(*given, mask)], CHUNK + 3)
 
 
 def test_what_a_loop_became_is_no_loop():
