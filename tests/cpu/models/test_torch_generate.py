@@ -63,6 +63,15 @@ def test_attention_in_blocks_of_queries(generators, monkeypatch) -> None:
     assert float((found - expected).abs().max()) <= 64 * 2**-23 * float(expected.abs().max())
 
 
+@pytest.mark.parametrize("name", ["mamba2", "granite"])
+def test_a_step_is_one_graph(name: str, generators) -> None:
+    g = generators[name]
+    states = [g.read(PROMPTS).state for _ in range(2)]
+    steps = g.model.step_, torch.compile(g.model.step_, backend="eager", fullgraph=True)
+    expected, found = (step(g.config, g.params, torch.tensor([1, 2]), s) for step, s in zip(steps, states, strict=True))
+    torch.testing.assert_close([found, states[1]["ssm"]], [expected, states[0]["ssm"]])
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("kind", ["last", "all", "hidden"])
 def test_what_forward_returns_of_padded_rows(name: str, kind: str, generators) -> None:

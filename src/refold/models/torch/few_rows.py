@@ -32,7 +32,6 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         and weight.is_contiguous()
         and x.numel() > 0
         and len(x) <= ROWS
-        and not torch.compiler.is_compiling()
     )
 
 

@@ -38,8 +38,8 @@ def kernels(x: Tensor) -> ModuleType | None:
 
 
 def few_rows() -> ModuleType | None:
-    """Return the products of a few rows on the CPU if Numba is there to compile them."""
-    return _with("numba", "refold.models.torch.few_rows")
+    """Return the products of a few rows on the CPU if Numba is there to compile them, and no graph is traced."""
+    return None if torch.compiler.is_compiling() else _with("numba", "refold.models.torch.few_rows")
 
 
 @cache
