@@ -41,6 +41,28 @@ def test_captured_loops(r):
     assert programs.judge_captured(program).failure == "", program.about
 
 
+@pytest.mark.parametrize("seed", [7200, 7202])
+def test_captured_loops_are_rewritten(seed):
+    """They read position ``t % steps``, which moves evenly: for a while it was not read, and nothing was tested."""
+    assert programs.judge_captured(random_loops.recurrence(Random(seed), captured=True)).rewrites
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("of", ["sum", "softmax", "cumsum", "logsumexp", "amax"])
+def test_axes_of_a_number(of, captured):
+    """PyTorch takes a tensor without axes for one with an axis of size 1."""
+
+    def fn(x, c):
+        y = x
+        for i in range(c.shape[0]):
+            y = y * x + getattr(c[i], of)(-1)
+        return (y,)
+
+    judge = programs.judge_captured if captured else programs.judge
+    generator = torch.Generator().manual_seed(0)
+    assert judge(programs.Program(fn, [torch.rand(n, generator=generator) for n in (4, 20)], "")).failure == ""
+
+
 # Bugs: how to plant one, in which kind of program it shows, and a seed that shows it.
 
 

@@ -134,7 +134,7 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment([count, *operands]))
     with mode:
         fakes = [twin(x) for x in operands]
-    number = InductionVariable(mode.shape_env)  # type: ignore[arg-type]
+    number = InductionVariable(mode.shape_env, count)  # type: ignore[arg-type]
     split = loop.carried, loop.carried + len(sequences)
 
     def step(run: Callable[..., Any], k: Any, *xs: Any) -> Any:

@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.functions import ToFloat
+from torch.utils._sympy.functions import Mod, PythonMod, ToFloat
 
 # Where an environment keeps its symbols that count steps.
 _STEPS = "refold_steps"
@@ -32,12 +32,12 @@ def depends_on_iteration(x: Any) -> bool:
 
 
 class InductionVariable:
-    """A symbol that counts steps from 0."""
+    """A symbol that counts steps from 0, up to ``count`` if that is a number."""
 
     _serial = itertools.count()
 
-    def __init__(self, env: ShapeEnv) -> None:
-        self.env = env
+    def __init__(self, env: ShapeEnv, count: Any = None) -> None:
+        self.env, self.count = env, count
         source = ConstantSource(f"refold_step_{next(self._serial)}")
         self.symbol: Any = env.create_unspecified_symbol(0, source, DimDynamic.DYNAMIC)
         vars(env).setdefault(_STEPS, set()).add(self.symbol)
@@ -121,12 +121,21 @@ class InductionVariable:
             return 0, x
         if not isinstance(x, torch.SymInt):
             return None
+        if (expr := x.node.expr.replace(lambda e: isinstance(e, (Mod, PythonMod)), self._within)) != x.node.expr:
+            return self._coefficients(expr)  # type: ignore[return-value]  # integers have integers
         a = sympy.expand(x.node.expr).coeff(self.symbol, 1)
         rest = x - int(a) * self.symint if a.is_Integer else x
         if isinstance(rest, torch.SymInt) and depends_on_iteration(rest):
             return None
         known = rest if isinstance(rest, int) else rest.node.maybe_as_int()
         return int(a), rest if known is None else known
+
+    def _within(self, remainder: Any) -> Any:
+        """Give what is divided, if it is its own remainder in all steps."""
+        divided, by = remainder.args
+        found = self._coefficients(divided) if by.is_Integer and isinstance(self.count, int) else None
+        ends = [] if found is None else [found[1], found[1] + found[0] * (self.count - 1)]
+        return divided if ends and all(0 <= end < by for end in ends) else remainder
 
     def _coefficients(self, expr: Any) -> tuple[int, int | float] | None:
         expr = sympy.expand(_exact(expr))

@@ -164,7 +164,7 @@ def sum_dims(node: Node) -> list[int]:
     dims = arg(node, 1, "dim") if node.target not in (aten.sum.default, aten.mean.default) else None
     if not dims and dims != 0:
         return list(range(rank))
-    return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
+    return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]) if rank)
 
 
 def add_argument(graph: Graph, name: str) -> Node:

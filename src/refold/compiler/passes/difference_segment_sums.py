@@ -40,7 +40,8 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
     for root in graph.find_nodes(op="call_function", target=aten.cumsum.default):
         if not wanted(root.name) or "dtype" in root.kwargs or value(root).dtype != torch.float32:
             continue
-        rank = value(root).dim()
+        if not (rank := value(root).dim()):
+            continue
         i = arg(root, 1, "dim") % rank
         found = masked_copies(root, i)
         if found is None:

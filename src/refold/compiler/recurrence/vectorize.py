@@ -68,7 +68,9 @@ BatchRule = Callable[[Builder, Node, list[Any], int], Node]
 
 
 def _dim(d: int, rank: int) -> int:
-    return d % rank + 1 if rank else 1
+    if not rank:
+        raise ValueError("a number has no axis")
+    return d % rank + 1
 
 
 def _rank(args: list[Any]) -> int:
@@ -289,7 +291,7 @@ def vectorize_node(emit: Builder, node: Node, args: list[Any], steps: int) -> Va
     rule = BATCHING_RULES.get(node.target, otherwise)
     try:
         new = rule(emit, node, args, steps)
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise NotALoop(
             "no-iteration-form", f"`{expression(node)}` fails when it computes all steps at once ({error})", node
         ) from error
