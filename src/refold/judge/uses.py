@@ -242,7 +242,7 @@ def adopt(
             if way == "data":
                 own[name].data = fresh
             elif way == "called":
-                apart = torch.cat((fresh.flatten(), fresh.flatten()))[fresh.numel() :].view(fresh.shape).detach()
+                apart = torch.stack((torch.zeros_like(fresh), fresh))[1].detach()  # behind what is none of it
                 given[name] = others.setdefault(id(own[name]), apart).requires_grad_(own[name].requires_grad)
             else:
                 if isinstance(own[name], torch.nn.Parameter):

@@ -20,8 +20,10 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.functions import Mod, PythonMod, ToFloat
+from torch.utils._sympy.functions import ToFloat
 
+_REMAINDERS = ("Mod", "PythonMod")
+"""Names of what PyTorch makes of ``t % n``."""
 # Where an environment keeps its symbols that count steps.
 _STEPS = "refold_steps"
 
@@ -121,7 +123,7 @@ class InductionVariable:
             return 0, x
         if not isinstance(x, torch.SymInt):
             return None
-        if (expr := x.node.expr.replace(lambda e: isinstance(e, (Mod, PythonMod)), self._within)) != x.node.expr:
+        if (expr := x.node.expr.replace(lambda e: type(e).__name__ in _REMAINDERS, self._within)) != x.node.expr:
             return self._coefficients(expr)  # type: ignore[return-value]  # integers have integers
         a = sympy.expand(x.node.expr).coeff(self.symbol, 1)
         rest = x - int(a) * self.symint if a.is_Integer else x

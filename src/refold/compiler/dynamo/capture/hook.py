@@ -305,7 +305,9 @@ def _attempt(tx: Translator, act: Callable[[], None]) -> None:
     except (NotCaptured, TorchDynamoException):  # ends the trace of a body
         raise
     except Exception as error:
-        why, state = switch.lose_loops(error), _state()
+        why = switch.lose_loops(error)
+        context = TracingContext.try_get()  # by hand: what failed may be `_state`
+        state: _State | None = None if context is None else vars(context).get("refold_loops")
         if state is not None and state.busy:  # a check of this body could not be made
             raise NotCaptured("dynamo", why) from error
         if state is not None:
