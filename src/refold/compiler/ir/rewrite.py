@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..private import without_modes
 from .builder import between, extract, region_inputs, upstream
 from .cost import Cost, graph_cost
 from .source import source_line
@@ -110,7 +112,8 @@ def canonical(gm: GraphModule) -> str:
             return canonical(constant)
         if type(constant) is not torch.Tensor:
             return f"{type(constant)} {id(constant)}"
-        content = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        with without_modes() or nullcontext():
+            content = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return f"constant {_kind(constant)} {hashlib.sha256(content.tobytes()).hexdigest()}"
 
     return "\n".join(
