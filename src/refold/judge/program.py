@@ -17,6 +17,7 @@ import re
 import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Program:
         """A name for this very program."""
         return hashlib.sha256(f"{self.attribute}\n{self.text}".encode()).hexdigest()
 
-    @property
+    @cached_property
     def numbers(self) -> list[float]:
         """Sizes of the numbers that stand in the source, also as powers, products and sums of others, in order."""
         found = set[float]()
